@@ -24,7 +24,7 @@ from jdisagg.core.errors import InvalidRequest, Overloaded, RequestError, Unavai
 from jdisagg.core.requests import Grammar, GrammarKind
 from jdisagg.core.told import told
 from jdisagg.text.grammar_tokenizer import read_tokenizer
-from jdisagg.text.schema_annotations import bare_text
+from jdisagg.text.schema_annotations import readable_text
 
 log = logging.getLogger(__name__)
 
@@ -64,12 +64,16 @@ _LIMITS = {
 _BLANKS = r"[ \n\r\t]{1,80}"
 
 
-def _read_schema(text: str) -> str:
-    return llguidance.LLMatcher.grammar_from_json_schema(bare_text(text), defaults={"whitespace_pattern": _BLANKS})
+def read_schema(text: str) -> str:
+    """A schema in the library's own form. Unless its "x-guidance" says otherwise, a `oneOf` whose branches may overlap is read
+    as `anyOf`."""
+    return llguidance.LLMatcher.grammar_from_json_schema(
+        readable_text(text), defaults={"whitespace_pattern": _BLANKS, "coerce_one_of": True}
+    )
 
 
 _READERS = {
-    GrammarKind.JSON_SCHEMA: _read_schema,
+    GrammarKind.JSON_SCHEMA: read_schema,
     GrammarKind.REGEX: llguidance.LLMatcher.grammar_from_regex,
     GrammarKind.LARK: llguidance.LLMatcher.grammar_from_lark,
 }

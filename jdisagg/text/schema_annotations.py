@@ -1,10 +1,9 @@
-"""What llguidance refuses in a JSON schema though it asks for nothing: annotations, left out before it compiles the rest.
+"""A JSON schema as llguidance gets it: without what that refuses though it asks for nothing, its unions' tags required.
 
-By JSON Schema (2020-12, validation, 7.2) a `format` that an implementation does not know is an annotation, and `uniqueItems` is
-an assertion only where it is true (6.4.3). Whatever else llguidance does not know it has to refuse: without it an answer may be
-none that was asked for.
-
-On the way each schema is mended, see `schema_mends`.
+By JSON Schema (2020-12, validation, 7.2) a `format` that an implementation does not know is an annotation, `uniqueItems` is
+an assertion only where it is true (6.4.3), and names of properties are strings. Bounds that no int64 exceeds, as generators of
+schemas write them for floats and integers, tell the type that a client has, and not what an answer is. Whatever else llguidance
+does not know it has to refuse: without it an answer may be none that was asked for. What it reads amiss `schema_mends` mends.
 """
 
 from __future__ import annotations
@@ -14,52 +13,75 @@ from typing import Any
 
 from jdisagg.text.schema_mends import SIGNS as MENDED
 from jdisagg.text.schema_mends import mended
+from jdisagg.text.schema_tags import missing_tags
+from jdisagg.text.schema_walk import rebuilt
 
 # `lookup_format` of llguidance 1.9.1 (parser/src/json/formats.rs).
 KNOWN_FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
 )
-
-# Keywords whose value is a schema or a list of some, and those whose value has them by names; the schemas of all drafts.
-_OF_SCHEMAS = frozenset(
-    (
-        *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "items", "prefixItems", "additionalItems", "contains"),
-        *("unevaluatedItems", "additionalProperties", "unevaluatedProperties", "propertyNames"),
+_BELOW, _ABOVE = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_INT64_MAX = 2**63 - 1  # llguidance makes no expression of numbers from or up to there
+_OF_NAMES = ("dependentRequired", "dependentSchemas", "dependencies")
+_UNEVALUATED = ("unevaluatedProperties", "unevaluatedItems")
+_SAID_OF_STRINGS = frozenset(("type", "title", "description", "$comment"))
+_SIGNS = (
+    tuple(
+        f'"{key}"'
+        for key in ("format", "uniqueItems", "propertyNames", "discriminator", *_OF_NAMES, *_UNEVALUATED, *_BELOW, *_ABOVE)
     )
+    + MENDED
 )
-_BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"))
-_SIGNS = ('"format"', '"uniqueItems"', *MENDED)
 
 
-def bare_text(text: str) -> str:
-    """A schema's text without them; the same one where there are none, or where it cannot be read."""
+def readable_text(text: str) -> str:
+    """`readable` of a schema's text; the same one where that changes nothing, or where it cannot be read."""
     if not any(sign in text for sign in _SIGNS):
         return text
     try:
         schema = json.loads(text)
-        bare = without_annotations(schema)
-        return text if bare == schema else json.dumps(bare, allow_nan=False)
+        changed = readable(schema)
+        return text if changed == schema else json.dumps(changed, allow_nan=False)
     except (ValueError, RecursionError):  # what is wrong with it the library says
         return text
 
 
-def without_annotations(schema: Any) -> Any:
-    """A schema without them, its keys in their order; what is no schema as it is. What stands elsewhere and is only referred to
-    is not looked at."""
-    if not isinstance(schema, dict):
-        return schema
-    return {key: _inner(key, value) for key, value in mended(schema).items() if not _says_nothing(key, value)}
+def readable(schema: Any) -> Any:
+    """A schema as the library gets it, its keys in their order; what is no schema as it is. What stands elsewhere and is only
+    referred to is not looked at."""
+    missing = missing_tags(schema)
+
+    def change(one: dict[str, Any]) -> dict[str, Any]:
+        said = {key: value for key, value in mended(one).items() if not _says_nothing(key, value, one)}
+        return said | {"required": [*one.get("required", []), *missing[id(one)]]} if id(one) in missing else said
+
+    return rebuilt(schema, change)
 
 
-def _says_nothing(key: str, value: Any) -> bool:
+def _says_nothing(key: str, value: Any, beside: dict[str, Any]) -> bool:
     if key == "format":
         return isinstance(value, str) and value not in KNOWN_FORMATS
-    return key == "uniqueItems" and value is False
+    if key == "uniqueItems":
+        return value is False
+    if key == "propertyNames":
+        return value is True or (isinstance(value, dict) and _takes_strings(value))
+    if key in _OF_NAMES:
+        return value == {}
+    if key in _UNEVALUATED:
+        return value is True or value == {}
+    if key in _BELOW:
+        return _is_number(value) and value <= -_INT64_MAX
+    return key in _ABOVE and _is_number(value) and value >= _INT64_MAX and not _is_integer(beside.get("type"))
 
 
-def _inner(key: str, value: Any) -> Any:
-    if key in _BY_NAME and isinstance(value, dict):
-        return {name: without_annotations(one) for name, one in value.items()}
-    if key in _OF_SCHEMAS:
-        return [without_annotations(one) for one in value] if isinstance(value, list) else without_annotations(value)
-    return value
+def _takes_strings(schema: dict[str, Any]) -> bool:
+    return schema.keys() <= _SAID_OF_STRINGS and schema.get("type", "string") == "string"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_integer(kind: Any) -> bool:
+    """Whether no number but an integer has that type: of those llguidance knows every maximum."""
+    return "integer" in kind and "number" not in kind if isinstance(kind, list) else kind == "integer"

@@ -25,6 +25,8 @@ from jdisagg.api.http.long_json import whole_response
 from jdisagg.api.http.messages import render_prompt
 from jdisagg.api.http.parameters import (
     ResponseOptions,
+    length_name,
+    name_length,
     read_options,
     read_sampling,
     read_seed,
@@ -98,25 +100,16 @@ def read_chat(
     return request
 
 
-def length_name(body: Body) -> str:
-    """How the body names its max_tokens; where it has both, OpenAI's newer name counts."""
-    newer = "max_completion_tokens"
-    return "max_tokens" if body.integer(newer) is None else newer
-
-
 async def _admit(edge: Edge, request: TextRequest, body: Body) -> Job:
     """`Edge.admit`, whose errors name fields that the chat has."""
     try:
         return await admit_named(edge, request, body, name_of=grammar_field)
     except InvalidRequest as error:
-        name = length_name(body)
         if error.field == "prompt":
             error.field = "messages"
-        if error.field == "max_tokens":
-            error.field = name
         if error.field == "tools":
             error.message = with_function(error.message, body)
-        error.message = error.message.replace("max_tokens", name)
+        name_length(error, body)
         raise
 
 
@@ -239,7 +232,8 @@ class _Answer:
 
     def _last_chunk(self, delta: Delta, transcript: Transcript) -> dict[str, Any]:
         assert delta.finish is not None
-        event = self._chunk(delta, {}, finish=self._finish_reason(delta.index, delta.finish))
+        nothing = {"content": ""} if self._readers is None else {}  # guidellm reads the content of each chunk of a text
+        event = self._chunk(delta, nothing, finish=self._finish_reason(delta.index, delta.finish))
         event["choices"][0]["stop_reason"] = delta.stop
         if self._options.provenance and not self._options.include_usage and transcript.is_finished:
             event["jdisagg"] = provenance_object(transcript)

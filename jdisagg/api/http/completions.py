@@ -21,6 +21,8 @@ from jdisagg.api.http.grammars import admit_named
 from jdisagg.api.http.long_json import long_json, whole_response
 from jdisagg.api.http.parameters import (
     ResponseOptions,
+    length_name,
+    name_length,
     read_options,
     read_sampling,
     read_seed,
@@ -48,7 +50,7 @@ class Completions:
         options = read_options(body, provenance=wants_provenance(request))
         trace = read_traceparent(request.headers.get(TRACEPARENT))
         text_request = read_completion(body, self._edge.defaults, request_id_of(request, body), traceparent=trace)
-        job = await while_connected(request.receive, admit_named(self._edge, text_request, body))
+        job = await while_connected(request.receive, _admit(self._edge, text_request, body))
         answer = _Answer(
             self._edge,
             job,
@@ -80,7 +82,7 @@ def read_completion(body: Body, defaults: SamplingParams, request_id: str, *, tr
         model=body.text("model") or "",
         sampling=sampling,
         seed=read_seed(body),
-        max_tokens=body.integer("max_tokens"),
+        max_tokens=_max_tokens(body),
         default_max_tokens=DEFAULT_MAX_TOKENS,
         n=n,
         stop=body.texts("stop"),
@@ -93,6 +95,24 @@ def read_completion(body: Body, defaults: SamplingParams, request_id: str, *, tr
     )
     body.refuse_misspelt()
     return request
+
+
+def _max_tokens(body: Body) -> int | None:
+    """Also by its newer name, which is of chats; some clients send both."""
+    name, max_tokens = length_name(body), body.integer("max_tokens")
+    length = body.integer(name)
+    if max_tokens is not None and length != max_tokens:
+        raise InvalidRequest(f"{name}: must equal max_tokens = {max_tokens} or be left out; got {length}", field=name)
+    return length
+
+
+async def _admit(edge: Edge, request: TextRequest, body: Body) -> Job:
+    """`Edge.admit`, whose errors name the length as the body does."""
+    try:
+        return await admit_named(edge, request, body)
+    except InvalidRequest as error:
+        name_length(error, body)
+        raise
 
 
 class _Answer:

@@ -25,7 +25,7 @@ def error_object(error: JdisaggError) -> dict[str, Any]:
 
 
 def error_response(error: JdisaggError) -> JSONResponse:
-    """The error with its HTTP status; 429 and 503 say when to come back."""
+    """The error with its HTTP status; 429 and 503 say when to come back, 504 that it is of no use."""
     retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 1.0
     return JSONResponse(error_object(error), error.http_status, headers=_headers(error.http_status, retry_after_s))
 
@@ -38,4 +38,6 @@ def plain_error(status_code: int, message: str) -> JSONResponse:
 
 
 def _headers(status_code: int, retry_after_s: float) -> dict[str, str] | None:
-    return {"retry-after": str(max(1, math.ceil(retry_after_s)))} if status_code in (429, 503) else None
+    if status_code in (429, 503):
+        return {"retry-after": str(max(1, math.ceil(retry_after_s)))}
+    return {"x-should-retry": "false"} if status_code == 504 else None  # OpenAI's clients would have it computed three times

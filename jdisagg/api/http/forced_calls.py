@@ -21,7 +21,7 @@ from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.metrics import FORCED
 from jdisagg.core.requests import FinishReason, Grammar, GrammarKind, SamplingParams
 from jdisagg.text.calls.braces import Braces
-from jdisagg.text.schema_annotations import without_annotations
+from jdisagg.text.schema_annotations import readable
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _HEAD = re.compile(r'[\[,]\{"name":"([^"]*)","parameters":')
@@ -70,13 +70,13 @@ def _grammar(body: Body, forced: ForcedCall, *, in_parallel: bool) -> Grammar:
     names = offered if forced.name is None else (forced.name,)  # the others may have parameters that no grammar is made of
     schemas = {name: _schema(f"tools: parameters of {name}", offered[name]) for name in names}
     if forced.name is not None:
-        return Grammar(GrammarKind.JSON_SCHEMA, schemas[forced.name])
+        return Grammar(GrammarKind.JSON_SCHEMA, _written(schemas[forced.name]))
     calls = " | ".join(f"call_{number}" for number in range(len(schemas)))
     more = '("," call)* ' if in_parallel else ""
     lines = [f'start: "[" call {more}"]"', f"call: {calls}"]
     for number, (name, schema) in enumerate(schemas.items()):
         head = json.dumps(f'{{"name":"{name}","parameters":')
-        lines += [f'call_{number}: {head} arguments_{number} "}}"', f"arguments_{number}: %json {schema}"]  # each its own root
+        lines += [f'call_{number}: {head} arguments_{number} "}}"', f"arguments_{number}: %json {_written(_as_root(schema))}"]
     return Grammar(GrammarKind.LARK, "\n".join(lines))
 
 
@@ -116,14 +116,24 @@ def _parameters(body: Body) -> dict[str, Any]:
     return parameters
 
 
-def _schema(where: str, parameters: Any) -> str:
+def _schema(where: str, parameters: Any) -> dict[str, Any]:
     """An object whatever it says, so that a reader finds its end by its braces."""
     if parameters is not None and not isinstance(parameters, dict):
         raise InvalidRequest(f"{where}: must be a JSON schema, an object", field="tools")
     schema = {**_ANY_ARGUMENTS, **parameters} if parameters else _NO_ARGUMENTS  # else the model would make some up
     if schema["type"] != "object":
         raise InvalidRequest(f"{where}: must be the schema of an object, whose type is object", field="tools")
-    return json.dumps(without_annotations(schema), ensure_ascii=False, separators=(",", ":"))
+    return readable(schema)
+
+
+def _as_root(schema: dict[str, Any]) -> dict[str, Any]:
+    """As each is in a grammar of several, where those defaults do not count that `read_schema` gives to others."""
+    own = schema.get("x-guidance", {})
+    return schema | {"x-guidance": {"coerce_one_of": True} | own} if isinstance(own, dict) else schema
+
+
+def _written(schema: dict[str, Any]) -> str:
+    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
 
 
 class ForcedReader:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from jdisagg.api.http.body import Body
+from jdisagg.api.http.body import Body, wrong_type
 from jdisagg.api.http.forced_calls import read_forced
 from jdisagg.api.http.tools import read_functions
 from jdisagg.core.errors import InvalidRequest
@@ -119,8 +119,11 @@ def _without_empty_text(message: dict[str, Any]) -> dict[str, Any]:
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "documents", "self"})
 
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # OpenAI's, and vLLM's max
+
+
 def _template_kwargs(body: Body) -> dict[str, Any]:
-    """`chat_template_kwargs`: variables of the template beside those it always has."""
+    """`reasoning_effort` and `chat_template_kwargs`: variables of the template beside those it always has."""
     variables = body.object("chat_template_kwargs")
     if taken := sorted(variables.keys() & _RESERVED):
         raise InvalidRequest(
@@ -128,7 +131,12 @@ def _template_kwargs(body: Body) -> dict[str, Any]:
             "of the request",
             field="chat_template_kwargs",
         )
-    return variables
+    effort = body.get("reasoning_effort")
+    if effort is None:
+        return variables
+    if effort not in EFFORTS:
+        raise wrong_type("reasoning_effort", f"one of {', '.join(EFFORTS)}", effort)
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"} | variables  # as vLLM
 
 
 def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
@@ -181,13 +189,19 @@ class _Arguments(dict[str, Any]):
         return self._text
 
 
+_TEXT_PARTS = ("text", "input_text", "output_text")  # the latter as in OpenAI's Responses
+
+
 def _read_text(where: str, role: str, part: Any) -> str:
     """Of an assistant's earlier message also what it refused with, which OpenAI has in parts of their own."""
+    if isinstance(part, str):  # as vLLM takes them
+        return part
     if not isinstance(part, dict):
-        raise InvalidRequest(f"{where}.content: its parts must be objects; got {part!r:.40}", field=f"{where}.content")
+        told = f"{where}.content: its parts must be objects or strings; got {part!r:.40}"
+        raise InvalidRequest(told, field=f"{where}.content")
     kind = part.get("type")
     name = "refusal" if kind == "refusal" and role == "assistant" else "text"
-    if kind != name or not isinstance(part.get(name), str):
+    if kind not in (_TEXT_PARTS if name == "text" else (name,)) or not isinstance(part.get(name), str):
         raise InvalidRequest(f"{where}.content: only parts of type 'text' are served; got {kind!r}", field=f"{where}.content")
     return part[name]
 

@@ -10,6 +10,7 @@ from typing import Any
 from jdisagg.api.generation.intake import MAX_CACHE_SALT, MAX_N, MAX_SEQUENCES, MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from jdisagg.api.generation.sampling_bounds import MAX_GRAMMAR_BYTES, MAX_LOGIT_BIAS, NUMBERS
 from jdisagg.api.http.grammars import MAX_CHOICES
+from jdisagg.api.http.messages import EFFORTS
 from jdisagg.api.http.request_id import MAX_NAME
 from jdisagg.api.http.tokens import MAX_CHARACTERS, MAX_TOKENS
 from jdisagg.core.requests import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
@@ -92,6 +93,7 @@ _NAMED_FUNCTION = {
 _COMPLETION = _SHARED | {
     "prompt": {"oneOf": [_STRING, _PROMPT_IDS, _PROMPTS]},
     "max_tokens": _range("integer", 0, _INT32_MAX) | {"description": "0 with echo only"},
+    "max_completion_tokens": _range("integer", 0, _INT32_MAX) | {"description": "max_tokens by another name"},
     "echo": _BOOLEAN,
     "logprobs": _range("integer", 0, MAX_LOGPROBS),
     "prompt_logprobs": _range("integer", 0, MAX_LOGPROBS),
@@ -107,8 +109,9 @@ _CHAT = _SHARED | {
     "parallel_tool_calls": _BOOLEAN | {"description": "false: at most one call"},
     "add_generation_prompt": _BOOLEAN,
     "chat_template_kwargs": {"type": "object"},
+    "reasoning_effort": {"enum": list(EFFORTS)},
 }
-_OF_TEMPLATES = ("messages", "tools", "tool_choice", "add_generation_prompt", "chat_template_kwargs")
+_OF_TEMPLATES = ("messages", "tools", "tool_choice", "add_generation_prompt", "chat_template_kwargs", "reasoning_effort")
 _TOKENIZE = {
     "model": _STRING,
     "prompt": _STRING | {"maxLength": MAX_CHARACTERS},

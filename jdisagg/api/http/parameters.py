@@ -63,6 +63,20 @@ def read_timeout_s(body: Body) -> float | None:
     return timeout_s
 
 
+def length_name(body: Body) -> str:
+    """How the body names its max_tokens; where it has both, OpenAI's newer name counts."""
+    newer = "max_completion_tokens"
+    return "max_tokens" if body.integer(newer) is None else newer
+
+
+def name_length(error: InvalidRequest, body: Body) -> None:
+    """From now on `error` calls it by that name."""
+    name = length_name(body)
+    if error.field == "max_tokens":
+        error.field = name
+    error.message = error.message.replace("max_tokens", name)
+
+
 def read_seed(body: Body) -> int | None:
     """`seed`; -1 is none, as in vLLM."""
     seed = body.integer("seed")

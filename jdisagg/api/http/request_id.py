@@ -36,7 +36,7 @@ class RequestIdHeader:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(HEADER)
+        given = Headers(scope=scope).get(HEADER) or None  # a proxy may send one that is empty
         bad = given if given is not None and _GOOD.fullmatch(given) is None else None
         _name(scope, given if bad is None else None)
 
@@ -61,7 +61,7 @@ def request_id_of(request: Request, body: Body) -> str:
         given = body.text(field)
         if given is not None and _GOOD.fullmatch(given) is None:
             raise _bad_name(field, given)
-        if given is not None and HEADER not in request.headers:
+        if given is not None and not request.headers.get(HEADER):
             _name(request.scope, given)
             break
     return request.scope[_ID]

@@ -1,7 +1,7 @@
 """Fields of OpenAI's, vLLM's and SGLang's requests that would change the answer and are not served: refused, never ignored.
 
-One table. What only advises or labels (`user`, `store`, `metadata`, `service_tier`, `prediction`, `reasoning_effort`, ..) is
-not in it and is ignored, and so is what does nothing without a field that is refused (`early_stopping`).
+One table. What only advises or labels (`user`, `store`, `metadata`, `service_tier`, `prediction`, ..) is not in it and is
+ignored, and so is what does nothing without a field that is refused (`early_stopping`).
 """
 
 from __future__ import annotations
@@ -64,10 +64,14 @@ _EVERYWHERE = (
     Unserved(("stop_regex",), "stop strings are plain text; use stop"),
     Unserved(("prompt_embeds", "input_embeds", "input_ids"), "give the prompt as text; /v1/completions takes token ids, too"),
     Unserved(("return_tokens_as_token_ids",), "logprobs name tokens by their text; use return_token_ids for the ids"),
+    Unserved(("logprob_token_ids",), "log-probabilities are those of the likeliest tokens; use logprobs"),
     Unserved(("return_hidden_states",), "hidden states are not returned; leave it out"),
+    Unserved(("return_prompt_text",), "prompts are not returned as text; use return_token_ids and POST /detokenize"),
+    Unserved(("repetition_detection",), "answers that repeat themselves go on; leave it out, or use the penalties"),
+    Unserved(("watermarking",), "answers have no watermark; leave it out"),
     Unserved(("lora_path",), "adapters are not served; merge it into the model, or leave it out"),
     Unserved(("session_params",), "requests are independent; send the whole prompt each time"),
-    Unserved(("thinking_token_budget",), "thinking has no limit of its own; use max_tokens for the whole answer", (None,)),
+    Unserved(("thinking_token_budget",), "thinking has no limit of its own; use max_tokens for the whole answer", (None, -1)),
     Unserved(
         ("max_new_tokens", "max_output_tokens", "max_length", "n_predict", "num_predict"), "is called max_tokens here", (None,)
     ),
@@ -87,8 +91,7 @@ _EVERYWHERE = (
 COMPLETION_FIELDS = (
     *_EVERYWHERE,
     Unserved(("suffix",), "insertion is not served; leave it out"),
-    Unserved(("max_completion_tokens",), "is a field of chat; use max_tokens", (None,)),
-    Unserved(("top_logprobs",), "is a field of chat; use logprobs with a number", (None,)),
+    Unserved(("top_logprobs",), "is a field of chat; use logprobs with a number", (None, 0)),
 )
 CHAT_FIELDS = (
     *_EVERYWHERE,

@@ -44,10 +44,13 @@ def prompt_of(source: str, *messages: dict[str, Any], **fields: Any) -> str:
         ([part("one")], "one"),
         ([part("")], ""),
         ([], ""),
+        (["one", "two"], "one\ntwo"),
+        (["one", part("two")], "one\ntwo"),
+        ([part("one") | {"type": "input_text"}, part("two") | {"type": "output_text"}], "one\ntwo"),
     ],
 )
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
-def test_parts_are_lines_of_one_string(role: str, content: list[dict[str, str]], text: str) -> None:
+def test_parts_are_lines_of_one_string(role: str, content: list[str | dict[str, str]], text: str) -> None:
     messages = {"role": "user", "content": "hi"}, {"role": role, "content": content}
     assert prompt_of(OF_STRINGS, *messages) == f"user:hi;{role}:{text};"
 
@@ -64,6 +67,9 @@ def test_a_refusal_in_a_history_is_what_the_assistant_said() -> None:
         ({"role": "assistant", "content": [{"type": "refusal", "text": "no"}]}, "got 'refusal'"),
         ({"role": "assistant", "content": [{"type": "refusal", "refusal": None}]}, "got 'refusal'"),
         ({"role": "assistant", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "got 'image_url'"),
+        ({"role": "user", "content": [{"type": "input_image", "text": "x"}]}, "got 'input_image'"),
+        ({"role": "user", "content": [{"type": "input_text", "input_text": "x"}]}, "got 'input_text'"),
+        ({"role": "user", "content": [["hi"]]}, r"must be objects or strings; got \['hi'\]"),
         ({"role": "assistant", "content": [{"type": ["refusal"], "refusal": "no"}]}, r"got \['refusal'\]"),
     ],
 )
@@ -75,10 +81,18 @@ def test_parts_without_text_are_refused(message: dict[str, Any], told: str) -> N
 
 @pytest.mark.parametrize(
     ("content", "text"),
-    [("one", "one|"), ("", "|"), ([part("one"), part("two")], "one|two|"), ([part("one") | {"id": 1}], "one|"), ([], "")],
+    [
+        ("one", "one|"),
+        ("", "|"),
+        (["one", "two"], "one|two|"),
+        ([part("one") | {"type": "input_text"}], "one|"),
+        ([part("one"), part("two")], "one|two|"),
+        ([part("one") | {"id": 1}], "one|"),
+        ([], ""),
+    ],
 )
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool", "developer"])
-def test_a_template_of_parts_is_given_parts(role: str, content: str | list[dict[str, str]], text: str) -> None:
+def test_a_template_of_parts_is_given_parts(role: str, content: str | list[Any], text: str) -> None:
     assert prompt_of(OF_PARTS, {"role": role, "content": content}) == f"{role}:{text};"
     only = OF_PARTS.replace("c.type == 'text'", "c == {'type': 'text', 'text': c.text}")
     assert prompt_of(only, {"role": role, "content": content}) == f"{role}:{text};"
@@ -130,3 +144,24 @@ def test_a_chat_for_a_template_of_parts_is_served(tmp_path: Path, path: str) -> 
             assert tokenizer.decode(ids) == "user:the fox|;"
 
     run(check())
+
+
+THINKING = "{{ reasoning_effort }},{{ enable_thinking }}:{{ messages[0].content }}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({}, ","),
+        ({"reasoning_effort": None}, ","),
+        ({"reasoning_effort": "none"}, "none,False"),
+        *(({"reasoning_effort": effort}, f"{effort},True") for effort in ("minimal", "low", "medium", "high", "xhigh", "max")),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, "none,True"),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}, "low,False"),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}, "high,True"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, ",False"),
+    ],
+)
+def test_reasoning_effort_is_told_to_the_template_and_none_switches_thinking_off(fields: dict[str, Any], shown: str) -> None:
+    assert prompt_of(THINKING, {"role": "user", "content": "hi"}, **fields) == f"{shown}:hi"
+    assert prompt_of(OF_STRINGS, {"role": "user", "content": "hi"}, **fields) == "user:hi;"

@@ -17,6 +17,7 @@ from jdisagg.api.http.body import Body
 from jdisagg.api.http.forced_calls import ForcedCall, ForcedReader, with_forced
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import GrammarKind, SamplingParams
+from jdisagg.text.grammar import read_schema
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import EOS, FakeEngine, run, serving
 from tests.unit.text.grammar_rig import demo_grammars
@@ -24,6 +25,13 @@ from tests.unit.text.tiny_tokenizer import train_byte_level
 
 CITY = {"properties": {"city": {"$ref": "#/$defs/C"}}, "required": ["city"], "$defs": {"C": {"type": "string"}}}
 NEXT = {"type": "object", "properties": {"next": {"$ref": "#"}}, "additionalProperties": False}
+ONE_OF = {"properties": {"n": {"oneOf": [{"type": "number"}, {"type": "integer"}]}}}  # whose branches overlap
+TAGGED = {
+    "properties": {"pet": {"oneOf": [{"$ref": "#/$defs/cat"}], "discriminator": {"propertyName": "kind"}}},
+    "$defs": {
+        "cat": {"type": "object", "properties": {"kind": {"const": "cat", "default": "cat"}, "lives": {"type": "integer"}}}
+    },
+}
 LOG_IN = {"properties": {"password": {"type": "string", "format": "password"}}}  # a format that llguidance does not know
 TOOLS = [
     {"type": "function", "function": {"name": "weather", "parameters": CITY}},
@@ -33,6 +41,9 @@ TOOLS = [
     {"type": "function", "function": {"name": "rest", "parameters": None}},
     {"type": "function", "function": {"name": "free", "parameters": {"type": "object"}}},
     {"type": "function", "function": {"name": "log-in", "parameters": LOG_IN}},
+    {"type": "function", "function": {"name": "one-of", "parameters": ONE_OF}},
+    {"type": "function", "function": {"name": "dense", "parameters": ONE_OF | {"x-guidance": {"whitespace_pattern": ""}}}},
+    {"type": "function", "function": {"name": "tagged", "parameters": TAGGED}},
 ]
 WITHOUT = ("now", "stop", "rest")  # of parameters: their calls have no arguments
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
@@ -72,6 +83,15 @@ def call(name: str, arguments: str) -> str:
         ({"tool_choice": "required"}, "[" + call("free", '{"a":1}') + "]", True),
         ({"tool_choice": "required"}, "[" + call("log-in", '{"password":"x"}') + "]", True),
         ({"tool_choice": {"type": "function", "function": {"name": "log-in"}}}, '{"password":1}', False),
+        ({"tool_choice": {"type": "function", "function": {"name": "one-of"}}}, '{"n": 5}', True),
+        ({"tool_choice": {"type": "function", "function": {"name": "tagged"}}}, '{"pet": {"kind": "cat"}}', True),
+        ({"tool_choice": {"type": "function", "function": {"name": "tagged"}}}, '{"pet": {"lives": 9}}', False),
+        ({"tool_choice": "required"}, "[" + call("one-of", '{"n": 5}') + "]", True),
+        ({"tool_choice": "required"}, "[" + call("one-of", '{"n": ""}') + "]", False),
+        ({"tool_choice": "required"}, "[" + call("dense", '{"n":5}') + "]", True),
+        ({"tool_choice": "required"}, "[" + call("dense", '{"n": 5}') + "]", False),
+        ({"tool_choice": "required"}, "[" + call("tagged", '{"pet":{"kind":"cat"}}') + "]", True),
+        ({"tool_choice": "required"}, "[" + call("tagged", '{"pet":{"lives":9}}') + "]", False),
         ({"tool_choice": "required", "parallel_tool_calls": False}, "[" + call("now", "{}") + "]", True),
         ({"tool_choice": "required", "parallel_tool_calls": False}, BOTH, False),
     ],
@@ -82,8 +102,7 @@ def test_the_grammar_takes_calls_of_the_tools_alone(
     grammar = with_forced(SamplingParams(), Body(CHAT | asked)).grammar
     assert grammar is not None
     is_lark = grammar.kind is GrammarKind.LARK
-    compiled = (LLMatcher.grammar_from_lark if is_lark else LLMatcher.grammar_from_json_schema)(grammar.text)
-    matcher = LLMatcher(vocabulary, compiled)
+    matcher = LLMatcher(vocabulary, (LLMatcher.grammar_from_lark if is_lark else read_schema)(grammar.text))
     assert not matcher.is_error(), matcher.get_error()
     token_ids = vocabulary.tokenize_bytes(text.encode())
     assert (matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()) is is_whole

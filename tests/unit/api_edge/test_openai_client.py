@@ -8,7 +8,7 @@ from time import monotonic
 import openai
 import pytest
 
-from jdisagg.core.errors import NumericalError, Overloaded
+from jdisagg.core.errors import DeadlineExceeded, HandoffLost, NumericalError, Overloaded
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import EOS, PROVENANCE, FakeEngine, run, serving
 
@@ -96,6 +96,7 @@ def test_streamed_chat_begins_with_the_role_and_ends_with_a_reason(tokenizer: To
             assert "".join(choice.delta.content or "" for choice in choices) == tokenizer.decode(tokens)
             assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["length"]
             assert choices[-1].finish_reason == "length"
+            assert all(choice.delta.content is not None for choice in choices), "clients read it of each chunk of a text"
 
     run(check())
 
@@ -328,6 +329,25 @@ def test_refusals_and_failures_have_their_status(tokenizer: Tokenizer) -> None:
                 texts.append(f"|{error.message}")
             tokens = tokenizer.encode(ANSWER, add_special_tokens=False)[:3]
             assert "".join(texts) == tokenizer.decode(tokens) + "|NaN logits at step 3, layer 1"
+
+    run(check())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_does_not_repeat_what_its_deadline_ended(tokenizer: Tokenizer, stream: bool) -> None:
+    async def check() -> None:
+        engine = FakeEngine(tokenizer, ANSWER)
+        engine.failure = (0, DeadlineExceeded("the deadline passed"))
+        async with serving(engine, tokenizer) as served:
+            client = served.client.with_options(max_retries=2)
+            with pytest.raises(openai.InternalServerError) as late:
+                await client.completions.create(model="tiny", prompt="the", stream=stream)
+            assert late.value.status_code == 504
+            assert len(engine.requests) == 1
+            engine.failure = (0, HandoffLost("the KV is lost"))
+            with pytest.raises(openai.InternalServerError):
+                await client.completions.create(model="tiny", prompt="the", stream=stream)
+            assert len(engine.requests) == 1 + 3, "another try may end well"
 
     run(check())
 

@@ -87,7 +87,20 @@ def test_every_error_names_the_id_that_an_answer_would_have_had(tokenizer: Token
     run(check())
 
 
-@pytest.mark.parametrize("bad", ["", "two words", "x" * 129, "tab\there", "caf\xe9"])
+def test_an_empty_header_is_none(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        engine = FakeEngine(tokenizer, "fox")
+        async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http, trust_env=False) as client:
+            for path, body in (("/v1/completions", BODY), ("/v1/chat/completions", CHAT)):
+                answer = await client.post(path, json=body, headers={"X-Request-Id": ""})
+                assert answer.headers["x-request-id"] == answer.json()["id"], "a fresh one"
+                answer = await client.post(path, json=body | {"request_id": "job-7"}, headers={"X-Request-Id": ""})
+                assert answer.headers["x-request-id"] == "job-7"
+
+    run(check())
+
+
+@pytest.mark.parametrize("bad", ["two words", "x" * 129, "tab\there", "caf\xe9"])
 def test_a_bad_header_is_refused_by_name(tokenizer: Tokenizer, bad: str) -> None:
     async def check() -> None:
         engine = FakeEngine(tokenizer, "fox")

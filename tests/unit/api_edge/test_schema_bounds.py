@@ -17,7 +17,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "the", "max_tokens": 2, "echo": True},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
 }
-BESIDE: dict[str, dict[str, Any]] = {"top_logprobs": {"logprobs": True}}
+BESIDE: dict[str, dict[str, Any]] = {"top_logprobs": {"logprobs": True}, "max_completion_tokens": {"max_tokens": None}}
 BELOW_BY_CONTEXT = ("max_tokens", "max_completion_tokens", "min_tokens")  # nobody reaches their maximum
 BOUNDED = {
     *("n", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "priority"),

@@ -55,9 +55,15 @@ REFUSED: list[tuple[str, Any]] = [
     ("nvext", {"guided_regex": "a+"}),
     ("extra_body", {"guided_json": {}}),
     ("kv_transfer_params", {"do_remote_decode": True}),
+    ("logprob_token_ids", [5]),
+    ("repetition_detection", {"max_pattern_size": 4}),
+    ("watermarking", True),
+    ("return_prompt_text", True),
+    ("thinking_token_budget", 64),
+    ("thinking_token_budget", 0),
     ("bootstrap_room", 7),
 ]
-REFUSED_IN_COMPLETIONS: list[tuple[str, Any]] = [("suffix", "x"), ("max_completion_tokens", 4), ("top_logprobs", 2)]
+REFUSED_IN_COMPLETIONS: list[tuple[str, Any]] = [("suffix", "x"), ("top_logprobs", 2)]
 REFUSED_IN_CHAT: list[tuple[str, Any]] = [
     ("functions", [{"name": "f"}]),
     ("function_call", {"name": "f"}),
@@ -104,6 +110,10 @@ ACCEPTED: list[tuple[str, Any]] = [
     ("spaces_between_special_tokens", False),  # no tokenizer here puts spaces there
     ("prediction", {"type": "content", "content": "fox"}),  # a hint to be faster
     ("reasoning_effort", "low"),
+    ("thinking_token_budget", -1),  # as many as it likes
+    ("return_prompt_text", False),
+    ("logprob_token_ids", []),
+    ("top_logprobs", 0),
     ("user", "me"),
 ]
 ACCEPTED_IN_CHAT: list[tuple[str, Any]] = [
@@ -114,7 +124,6 @@ ACCEPTED_IN_CHAT: list[tuple[str, Any]] = [
     ("continue_final_message", False),
     ("web_search_options", None),
     ("chat_template_kwargs", {"enable_thinking": False}),
-    ("top_logprobs", 0),
 ]
 CASES_REFUSED = [
     *((path, name, value) for path in GOOD for name, value in REFUSED),

@@ -10,7 +10,7 @@ import pytest
 from llguidance import LLMatcher
 
 from jdisagg.core.errors import InvalidRequest
-from jdisagg.text.schema_annotations import KNOWN_FORMATS, bare_text, without_annotations
+from jdisagg.text.schema_annotations import KNOWN_FORMATS, readable, readable_text
 from tests.unit.text.grammar_rig import demo_grammars, demo_tokenizer, schema
 
 # Of JSON Schema (2020-12, validation, 7.3), of OpenAPI's registry and of pydantic.
@@ -18,7 +18,15 @@ OTHER_FORMATS = [
     *("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template", "json-pointer", "regex"),
     *("relative-json-pointer", "password", "byte", "binary", "int64", "double", "decimal", "path", "file-path", "url", ""),
 ]
-NOTHING: list[dict[str, Any]] = [{"format": "password"}, {"uniqueItems": False}]
+LIMITS = [2**63 - 1, 2**63, 2**64 - 1, 3.4028234663852886e38, 1.7976931348623157e308]  # of int64, uint64, float32, float64
+NOTHING: list[dict[str, Any]] = [
+    {"format": "password"},
+    {"uniqueItems": False},
+    *({"propertyNames": names} for names in (True, {}, {"type": "string"}, {"type": "string", "title": "t"})),
+    *({name: {}} for name in ("dependentRequired", "dependentSchemas", "dependencies")),
+    *({name: value} for name in ("unevaluatedProperties", "unevaluatedItems") for value in (True, {})),
+    *({"minimum": -(2**63)}, {"exclusiveMinimum": -LIMITS[-1]}, {"maximum": 2**63 - 1}, {"exclusiveMaximum": LIMITS[-1]}),
+]
 PLACES = [
     '{"type":"object","properties":{"a":X}}',
     '{"patternProperties":{"^a":X}}',
@@ -42,6 +50,14 @@ KEPT: list[Any] = [
     {"x-guidance": {"format": "password"}, "uniqueItems": True},
     {"format": 5, "items": {"format": None}},
     {"dependencies": {"format": ["uniqueItems"]}, "items": False},
+    *({"propertyNames": names} for names in (False, {"pattern": "^a"}, {"enum": ["a"]}, {"type": "integer"}, {"maxLength": 3})),
+    *({name: value} for name in ("unevaluatedProperties", "unevaluatedItems") for value in (False, {"type": "string"})),
+    {"dependentRequired": {"a": ["b"]}, "dependentSchemas": {"a": False}},
+    {"properties": {"minimum": {"const": -1e300}, "propertyNames": True}, "enum": [{"maximum": 1e300}]},
+    {"minimum": 1e300, "maximum": -1e300, "exclusiveMinimum": 2**63, "exclusiveMaximum": -(2**63)},  # exclude almost all
+    {"minimum": -(2**53), "maximum": 2**53, "exclusiveMinimum": -9.2e18, "exclusiveMaximum": 9.2e18},
+    {"minimum": True, "maximum": "1e300"},
+    *({"type": kind, "maximum": 2**63 - 1, "exclusiveMaximum": 1e300} for kind in ("integer", ["integer", "null"])),
     *({"format": name} for name in sorted(KNOWN_FORMATS)),
 ]
 
@@ -63,15 +79,27 @@ def test_the_library_knows_these_formats_and_not_the_others() -> None:
 def test_wherever_a_schema_stands_it_compiles_without_what_says_nothing(place: str, nothing: dict[str, Any]) -> None:
     text = place.replace("X", json.dumps({"title": "t"} | nothing | {"description": "d"}))
     assert refusal(text) != "", "the library takes it by itself"
-    assert json.loads(bare_text(text)) == json.loads(place.replace("X", '{"title":"t","description":"d"}'))
+    assert json.loads(readable_text(text)) == json.loads(place.replace("X", '{"title":"t","description":"d"}'))
     demo_grammars().compile(schema(text))
 
 
 @pytest.mark.parametrize("kept", KEPT, ids=json.dumps)
 def test_values_names_and_what_says_something_stay(kept: dict[str, Any]) -> None:
-    assert without_annotations(kept) == kept
+    assert readable(kept) == kept
     text = json.dumps(kept)
-    assert bare_text(text) == text
+    assert readable_text(text) == text
+
+
+@pytest.mark.parametrize("kind", ["integer", "number", ["integer", "null"], ["number", "null"]], ids=str)
+@pytest.mark.parametrize("limit", [2**31 - 1, 2**53 - 1, *LIMITS])
+def test_numbers_bounded_by_their_type_alone_are_served(kind: Any, limit: float) -> None:
+    for low, high in (("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")):
+        for bounds in ({low: -limit, high: limit}, {low: 0, high: limit}, {low: -limit, high: 7}, {low: -limit}, {high: limit}):
+            compiled, text = demo_grammars(), json.dumps({"type": kind} | bounds)
+            for answer, is_whole in (("5", True), ("-5", bounds.get(low) != 0), ("10", bounds.get(high) != 7)):
+                matcher = compiled.matcher(schema(text))
+                matcher.advance(demo_tokenizer().encode(answer, add_special_tokens=False))
+                assert (matcher.error == "") is is_whole, (text, answer)
 
 
 def test_properties_keep_their_order_and_what_is_beside_a_format_counts() -> None:
@@ -110,7 +138,7 @@ def test_what_is_too_deep_to_read_is_left_to_the_library() -> None:
     left: list[bool] = []
     before = threading.stack_size(2**20)  # as in `grammar_checker`
     try:
-        thread = threading.Thread(target=lambda: left.extend(bare_text(text) == text for text in texts))
+        thread = threading.Thread(target=lambda: left.extend(readable_text(text) == text for text in texts))
         thread.start()
     finally:
         threading.stack_size(before)

@@ -11,7 +11,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from jdisagg.text.grammar_tokenizer import read_tokenizer
-from jdisagg.text.schema_annotations import bare_text
+from jdisagg.text.schema_annotations import readable_text
 from jdisagg.text.schema_mends import mended, mended_pattern
 from tests.unit.text.grammar_rig import demo_vocabulary
 
@@ -130,5 +130,5 @@ def test_the_tighter_of_two_bounds_counts() -> None:
 def test_a_schema_is_mended_wherever_it_stands(place: str) -> None:
     for one in ({"pattern": '[^"]'}, {"patternProperties": {'[^"]': True}}, {"exclusiveMaximum": 1, "minimum": 1}):
         given = place.replace("X", json.dumps(one))
-        assert json.loads(bare_text(given)) == json.loads(place.replace("X", json.dumps(mended(one))))
+        assert json.loads(readable_text(given)) == json.loads(place.replace("X", json.dumps(mended(one))))
     assert mended({"exclusiveMaximum": 1, "minimum": 0.5}) == {"exclusiveMaximum": 1, "minimum": 0.5}

@@ -1,0 +1,69 @@
+"""Tags of unions in a JSON schema: the property by which a reader knows of which branch an object is.
+
+OpenAPI (3.1, `discriminator`) has a union's `oneOf` or `anyOf` name it, and says that objects have it. Where pydantic has a
+default for a tag, its branches do not require it: an answer without one would be of the schema, and pydantic could not read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from itertools import islice
+from typing import Any
+from urllib.parse import unquote
+
+from jdisagg.text.schema_walk import schemas_in
+
+_UNIONS = ("oneOf", "anyOf")
+_NESTED = (*_UNIONS, "allOf")  # what a branch may be made of
+_MOST_LOOKED_AT = 2**14  # branches and what they are made of, in all unions, which may share theirs: 20 ms
+
+
+def missing_tags(schema: Any) -> dict[int, list[str]]:
+    """By the `id` of a branch, wherever it stands in `schema`, the tags that it has and does not require."""
+    asked: dict[int, tuple[dict[str, Any], set[str]]] = {}
+    for one, tag in islice(_tagged(schema), _MOST_LOOKED_AT):
+        if isinstance(one, dict):
+            asked.setdefault(id(one), (one, set()))[1].add(tag)
+    return {place: missing for place, (branch, tags) in asked.items() if (missing := _missing(branch, tags))}
+
+
+def _tagged(root: Any) -> Iterator[tuple[Any, str]]:
+    """Branches, each with the tag of a union that it is of, and whatever else was looked at."""
+    refer = cache(partial(_referred, root))  # a reference may be long
+    for union in schemas_in(root):
+        match union.get("discriminator"):
+            case {"propertyName": str(tag)}:
+                yield from ((branch, tag) for name in _UNIONS for branch in _branches(union.get(name), refer))
+
+
+def _branches(union: Any, refer: Callable[[str], Any]) -> Iterator[Any]:
+    """All of them, what those are made of, and whatever else stands there."""
+    left, seen = [union], set[int]()
+    while left:
+        one = left.pop()
+        yield one
+        if isinstance(one, list):
+            left += one
+        elif isinstance(one, dict) and id(one) not in seen:
+            seen.add(id(one))
+            left += (one[name] for name in _NESTED if name in one)
+            if isinstance(reference := one.get("$ref"), str):
+                left.append(refer(reference))
+
+
+def _referred(root: Any, reference: str) -> Any:
+    """What a JSON pointer (RFC 6901) into this document leads to, by names; None where it is none, or leads nowhere."""
+    if not reference.startswith("#/"):
+        return None
+    found = root
+    for name in unquote(reference).split("/")[1:]:
+        found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    return found
+
+
+def _missing(branch: dict[str, Any], tags: set[str]) -> list[str]:
+    properties, required = branch.get("properties"), branch.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return []
+    return sorted((tags & properties.keys()) - {name for name in required if isinstance(name, str)})
