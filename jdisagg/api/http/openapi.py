@@ -20,10 +20,16 @@ _INT32_MAX = 2**31 - 1
 _STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
 _REQUEST_ID = {"type": "string", "minLength": 1, "maxLength": MAX_NAME, "pattern": "^[!-~]*$"}
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
-_MESSAGE = {"type": "object", "properties": {"role": {"type": "string", "minLength": 1}}, "required": ["role"]}
+_NO_CONTENT = {"properties": {"role": {"enum": ["assistant", "tool"]}}}
+_MESSAGE = {
+    "type": "object",
+    "properties": {"role": {"type": "string", "minLength": 1}, "content": {"description": "a text, or a list of text parts"}},
+    "required": ["role"],
+    "anyOf": [{"required": ["content"]}, _NO_CONTENT, {"required": ["tool_calls"]}],
+}
 _GRAMMAR = {"type": "string", "maxLength": MAX_GRAMMAR_BYTES}
 _JSON_SCHEMA = {"oneOf": [{"type": "object"}, _GRAMMAR]}
-_CHOICES = {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": MAX_CHOICES}
+_CHOICES = {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_CHOICES}
 _PROMPT_IDS = _TOKEN_IDS | {"minItems": 1}
 _PROMPTS = {"type": "array", "items": {"oneOf": [_STRING, _PROMPT_IDS]}, "minItems": 1, "maxItems": MAX_SEQUENCES}
 
@@ -76,18 +82,18 @@ _SHARED: dict[str, Any] = {
             "type": {"enum": ["text", "json_object", "json_schema"]},
             "json_schema": {"type": "object", "properties": {"schema": {"type": "object"}}, "required": ["schema"]},
         },
+        "required": ["type"],
     },
     "structured_outputs": {"type": "object", "properties": _OUTPUTS, "description": "at most one of them"},
     **{f"guided_{name}": schema for name, schema in _OUTPUTS.items()},
     "json_schema": _JSON_SCHEMA,
     "regex": _GRAMMAR,
 }
+_NAMED = {"type": "object", "properties": {"name": _STRING | {"minLength": 1}}, "required": ["name"]}
+_TOOL = {"type": "object", "properties": {"function": _NAMED}, "required": ["function"]}
 _NAMED_FUNCTION = {
     "type": "object",
-    "properties": {
-        "type": {"enum": ["function"]},
-        "function": {"type": "object", "properties": {"name": _STRING}, "required": ["name"]},
-    },
+    "properties": {"type": {"enum": ["function"]}, "function": _NAMED},
     "required": ["type", "function"],
 }
 _COMPLETION = _SHARED | {
@@ -104,7 +110,7 @@ _CHAT = _SHARED | {
     "max_completion_tokens": _range("integer", 1, _INT32_MAX),
     "logprobs": _BOOLEAN,
     "top_logprobs": _range("integer", 0, MAX_LOGPROBS),
-    "tools": {"type": "array", "items": {"type": "object"}},
+    "tools": {"type": "array", "items": _TOOL},
     "tool_choice": {"oneOf": [{"enum": ["none", "auto", "required"]}, _NAMED_FUNCTION]},
     "parallel_tool_calls": _BOOLEAN | {"description": "false: at most one call"},
     "add_generation_prompt": _BOOLEAN,

@@ -134,3 +134,33 @@ def numbers(name: str, schema: dict[str, Any]) -> list[tuple[float, bool]]:
         if name not in BELOW_BY_CONTEXT:
             found += [(schema["maximum"], True)]
     return found
+
+
+def test_what_the_schema_requires_within_a_field_is_refused_without_it(tokenizer: Tokenizer) -> None:
+    chat = properties("/v1/chat/completions")
+    message, tool, form = chat["messages"]["items"], chat["tools"]["items"], chat["response_format"]
+    assert (message["required"], tool["required"], form["required"]) == (["role"], ["function"], ["type"])
+    assert tool["properties"]["function"]["required"] == ["name"]
+    assert message["anyOf"][0] == {"required": ["content"]}
+    without_content = message["anyOf"][1]["properties"]["role"]["enum"]
+    assert chat["guided_choice"]["minItems"] == 1
+    hi = {"role": "user", "content": "hi"}
+    refused: list[dict[str, Any]] = [
+        {"messages": [{"content": "hi"}]},
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "system"}, hi]},
+        {"tools": [{}]},
+        {"tools": [{"function": {}}]},
+        {"response_format": {"json_schema": {"schema": {}}}},
+        {"guided_choice": []},
+    ]
+    served: list[dict[str, Any]] = [{"messages": [hi, {"role": role}, hi]} for role in without_content]
+
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as here, httpx.AsyncClient(base_url=here.http) as http:
+            for status, bodies in ((400, refused), (200, served)):
+                for body in bodies:
+                    answer = await http.post("/v1/chat/completions", json=GOOD["/v1/chat/completions"] | body)
+                    assert answer.status_code == status, (body, answer.text)
+
+    run(check())
