@@ -38,8 +38,9 @@ class Child:
 
 
 @contextmanager
-def child(main: Callable[..., None], *args: object) -> Iterator[tuple[Child, Any]]:
-    """A process that runs `main(pipe, *args)`, and what it said first; killed at the end."""
+def child(main: Callable[..., None], *args: object, start_s: float = START_S) -> Iterator[tuple[Child, Any]]:
+    """A process that runs `main(pipe, *args)`, and what it said first; killed at the end. Raises RuntimeError when it says
+    nothing for `start_s`."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=main, args=(theirs, *args), daemon=True)
     process.start()
@@ -47,7 +48,7 @@ def child(main: Callable[..., None], *args: object) -> Iterator[tuple[Child, Any
     assert process.pid is not None
     try:
         started = Child(process.pid, ours)
-        yield started, started.answer(START_S)
+        yield started, started.answer(start_s)
     finally:
         process.kill()
         process.join(10)

@@ -20,6 +20,7 @@ from gpu_kit.findings import Findings, Skipped
 from gpu_kit.roofline import seconds_each
 from gpu_kit.setting import Setting
 from gpu_kit.shapes import served_shape
+from gpu_kit.targets import FORETOLD_BYTES, FORETOLD_TIME
 from jdisagg.core.config import Config
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.requests import Role, SamplingParams
@@ -31,7 +32,6 @@ from jdisagg.models.load import LoadedModel, load_model
 from jdisagg.models.sharding import make_mesh
 from jdisagg.sched.plan import Admit, Plan
 
-BYTES_WITHIN, TIME_WITHIN = 0.03, 0.25
 MORE = 1.1
 TOPOLOGIES = {"NVIDIA H100 80GB HBM3": "h100:1", "NVIDIA H200": "h200:1", "cpu": "cpu:1"}  # by device kind
 NUM_SEQS = 4  # one decode executable: every one takes seconds to compile
@@ -106,14 +106,13 @@ def _bytes_in_use(device: Any) -> int | None:
 
 def _bytes(device: Any, before: int | None, word: Word, findings: Findings) -> None:
     """Weights and pool; what steps need comes and goes."""
-    name, unit = "bytes of weights and pool, off what was foretold", "of them"
     after = _bytes_in_use(device)
     if before is None or after is None:
-        findings.target(name, None, BYTES_WITHIN, unit, at_least=False, why="this platform does not count bytes")
+        findings.target(FORETOLD_BYTES, None, "this platform does not count bytes")
         return
     foretold, used = word.weights_bytes + word.pool_bytes, after - before
     findings.fact(foretold_bytes=foretold, used_bytes=used)
-    findings.target(name, abs(used - foretold) / foretold, BYTES_WITHIN, unit, at_least=False)
+    findings.target(FORETOLD_BYTES, abs(used - foretold) / foretold)
 
 
 def _time(setting: Setting, runner: ModelRunner, word: Word, findings: Findings) -> None:
@@ -128,9 +127,8 @@ def _time(setting: Setting, runner: ModelRunner, word: Word, findings: Findings)
     times = seconds_each(lambda: runner.device.decode(slots).sampling.tokens, repeats=setting.scale.repeats)
     seconds = statistics.median(times)
     findings.fact(decode_ms=1e3 * seconds, foretold_ms=1e3 * word.decode_s if word.decode_s else None)
-    name, why = "decode step, off what was foretold", "no rates are known of this platform"
     off = None if word.decode_s is None else abs(seconds - word.decode_s) / word.decode_s
-    findings.target(name, off, TIME_WITHIN, "of it", at_least=False, why=why)
+    findings.target(FORETOLD_TIME, off, "no rates are known of this platform")
 
 
 def _admit(slot: int, pages: range, context: int) -> Admit:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import time
@@ -14,9 +15,12 @@ from typing import Any
 import httpx
 from bench_kit.model import Prompts
 
+from gpu_kit.compile_ahead import compile_ahead
+from gpu_kit.ending import with_our_pid
 from gpu_kit.findings import Findings
 from gpu_kit.setting import Setting
 from gpu_kit.shapes import batch_shape
+from gpu_kit.targets import BATCHED
 from jdisagg.batch.journal import Journal
 from jdisagg.batch.local import open_local
 from jdisagg.batch.runner import Batch, run_batch
@@ -24,10 +28,9 @@ from jdisagg.batch.sender import Sender, served_model
 from jdisagg.core.config import CacheConfig, Config, ModelConfig, SchedulerConfig
 from jdisagg.text.tokenizer import Tokenizer
 
-WANTED_TIMES = 3.0
-TARGET = "tokens/s of jdisagg.batch over transformers' continuous batching"
 THEIR_MODULES = ("torch", "transformers", "accelerate")
 THEIR_SHARE = 0.5  # of the section's time
+AHEAD_SHARE = 0.6  # of what is left then
 PATIENCE_S = 30.0
 OK = 200
 
@@ -44,7 +47,7 @@ def run(setting: Setting, findings: Findings) -> None:
     answers: dict[str, Any] = {}
     findings.attempt("jdisagg.batch", lambda: answers.update(asyncio.run(_ours(setting, directory, asked, theirs is None))))
     if not answers:
-        findings.target(TARGET, None, WANTED_TIMES, "times", why="jdisagg.batch failed")
+        findings.target(BATCHED, None, "jdisagg.batch failed")
         return
     findings.fact(jdisagg_tokens_per_s=answers["tokens_per_s"])
     findings.check("jdisagg.batch answered every line", answers["num_ok"] == len(asked), f"{answers['num_ok']} of {len(asked)}")
@@ -52,7 +55,7 @@ def run(setting: Setting, findings: Findings) -> None:
     if theirs is not None:
         _agree(directory, answers["texts"], theirs["answers"], findings)
     why = "transformers' continuous batching did not run"
-    findings.target(TARGET, None if setting.small else times, WANTED_TIMES, "times", why="no accelerator" if theirs else why)
+    findings.target(BATCHED, None if setting.small else times, "no accelerator" if theirs else why)
 
 
 def _theirs(setting: Setting, directory: Path, asked: list[list[int]], findings: Findings) -> dict[str, Any] | None:
@@ -67,7 +70,15 @@ def _theirs(setting: Setting, directory: Path, asked: list[list[int]], findings:
     limit_s = THEIR_SHARE * setting.clock.left_s()
     with setting.log("transformers").open("wb") as log:
         try:
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, text=True, timeout=limit_s, check=False)
+            done = subprocess.run(
+                command,
+                env=with_our_pid(os.environ),
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                timeout=limit_s,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
             findings.left_out(part, f"not done after {limit_s:.0f} s")
             return None
@@ -76,7 +87,11 @@ def _theirs(setting: Setting, directory: Path, asked: list[list[int]], findings:
         findings.left_out(part, f"exit status {done.returncode}; see {setting.log('transformers').name}")
         return None
     found = json.loads(lines[-1])
-    findings.fact(transformers_tokens_per_s=found["tokens_per_s"], transformers_warm_up_s=found["warm_up_s"])
+    findings.fact(
+        transformers_tokens_per_s=found["tokens_per_s"],
+        transformers_timed_by=found["timed_by"],
+        transformers_warm_up_s=found["warm_up_s"],
+    )
     return found
 
 
@@ -102,8 +117,9 @@ async def _ours(setting: Setting, directory: Path, asked: list[list[int]], dummy
     lines = [{"token_ids": ids, "max_tokens": scale.batch.output, "temperature": 0, "ignore_eos": True} for ids in asked]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     batch = Batch(input=source, output=output, max_concurrency=len(asked))
-    timeout = httpx.Timeout(max(5.0, setting.clock.left_s()), connect=10.0)
-    async with open_local(_config(setting, directory, dummy), timeout) as client:
+    timeout, config = httpx.Timeout(max(5.0, setting.clock.left_s()), connect=10.0), _config(setting, directory, dummy)
+    compile_ahead(config, AHEAD_SHARE * setting.clock.left_s())
+    async with open_local(config, timeout) as client:
         sender = Sender(client, patience_s=PATIENCE_S)
         served = await served_model(sender)
         began_s = time.monotonic()

@@ -13,6 +13,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
+from gpu_kit.ending import end_with_parent
 from gpu_kit.findings import Clock, Findings, Skipped
 from gpu_kit.setting import Setting
 from jdisagg.core.config import Config
@@ -32,6 +33,7 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, required=True)
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
+    end_with_parent()
     prepare_jax(Config(role="unified"), os.environ)  # as a worker has it: no preallocation, compiled programs are kept
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if not os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION"):  # jax refuses to start when both are set

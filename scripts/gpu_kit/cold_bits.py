@@ -14,12 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gpu_kit.ending import end_with_parent
+
 ROWS = 16  # of the exact step
 FULL, SMALL = (4096, 14336), (64, 96)  # width and inner width of a layer
 
 
 def main() -> int:
     """Returns 0."""
+    end_with_parent()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--small", action="store_true")
     width, inner = SMALL if parser.parse_args().small else FULL

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,23 @@ MET, MISSED, NOT_RUN = "met", "missed", "not run"
 
 class Skipped(Exception):
     """The section cannot run here; says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A figure that is wanted of a section; a slow machine may miss it."""
+
+    name: str
+    wanted: float
+    unit: str
+    at_least: bool = True
+
+    def line(self, got: float | None, why: str = "") -> dict[str, Any]:
+        """What the report says of it; `got` None = not run, and `why`."""
+        holds = got is not None and (got >= self.wanted if self.at_least else got <= self.wanted)
+        asked = f"{'at least' if self.at_least else 'at most'} {self.wanted:g} {self.unit}"
+        verdict = NOT_RUN if got is None else MET if holds else MISSED
+        return {"name": self.name, "got": got, "unit": self.unit, "wanted": asked, "verdict": verdict, "why": why}
 
 
 class Findings:
@@ -39,11 +57,9 @@ class Findings:
         self._found["tables"].setdefault(table, []).append(cells)
         self._write()
 
-    def target(self, name: str, got: float | None, wanted: float, unit: str, *, at_least: bool = True, why: str = "") -> None:
+    def target(self, target: Target, got: float | None, why: str = "") -> None:
         """A figure beside what was wanted of it; `got` None = not run, and `why`."""
-        verdict = NOT_RUN if got is None else MET if (got >= wanted if at_least else got <= wanted) else MISSED
-        asked = f"{'at least' if at_least else 'at most'} {wanted:g} {unit}"
-        self._found["targets"].append({"name": name, "got": got, "unit": unit, "wanted": asked, "verdict": verdict, "why": why})
+        self._found["targets"].append(target.line(got, why))
         self._write()
 
     def left_out(self, part: str, why: str) -> None:
@@ -77,3 +93,7 @@ class Clock:
     def left_s(self) -> float:
         """Seconds, never negative."""
         return max(0.0, self._ends_s - time.monotonic())
+
+    def at_most(self, seconds: float) -> float:
+        """So long a wait, or what is left."""
+        return min(seconds, self.left_s())

@@ -12,10 +12,11 @@ import jax
 import numpy as np
 from bench_kit.child import Child, child
 
+from gpu_kit.findings import Clock
 from jdisagg.transfer.jax_server import TransferServer
 
 HOST = "127.0.0.1"
-ANSWER_S = 60.0
+START_S, ANSWER_S = 60.0, 60.0
 
 
 def values(seed: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -46,18 +47,19 @@ class Peer:
 
     process: Child
     address: str
+    clock: Clock
 
     def offer(self, seed: int, shape: tuple[int, ...], dtype: str) -> int:
         """The uuid under which `values` of these can be pulled once."""
-        return self.process.ask(("offer", seed, shape, dtype), ANSWER_S)
+        return self.process.ask(("offer", seed, shape, dtype), self.clock.at_most(ANSWER_S))
 
     def withdraw(self, uuid: int) -> None:
         """Free an offered array."""
-        self.process.ask(("withdraw", uuid), ANSWER_S)
+        self.process.ask(("withdraw", uuid), self.clock.at_most(ANSWER_S))
 
 
 @contextmanager
-def peer() -> Iterator[Peer]:
+def peer(clock: Clock) -> Iterator[Peer]:
     """A process that offers arrays; killed at the end."""
-    with child(serve) as (process, address):
-        yield Peer(process, address)
+    with child(serve, start_s=clock.at_most(START_S)) as (process, address):
+        yield Peer(process, address, clock)

@@ -1,6 +1,7 @@
 """Section `hazards`: what is known to corrupt or hang on a CPU, tried on this device, and that the wrappers hold.
 
-Nothing here kills this process: states that do are unreachable through `TransferServers`, and are left alone.
+Nothing here is known to kill this process: states that do are unreachable through `TransferServers`, and are left alone. On a
+device where nothing is known yet transfers may all the same, and come last.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import jax
@@ -20,7 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from fleet_process import free_port
 
-from gpu_kit.findings import Findings, Skipped
+from gpu_kit.ending import with_our_pid
+from gpu_kit.findings import Clock, Findings, Skipped
 from gpu_kit.hazard_peer import HOST, Peer, peer, values
 from gpu_kit.setting import Setting
 from jdisagg.transfer.jax_server import TransferConnection, TransferServers, Unsupported
@@ -29,17 +33,18 @@ from jdisagg.transfer.target import PieceError
 PULL_S = 30.0  # a machine may stand still for some of them
 SHORT_S = 1.0  # a deadline that must fire
 LATE_S = 20.0  # after it, on a busy machine; the library alone would wait for ever
+COLD_SHARE = 0.6  # of the time there is; transfers come after it
 SHAPE = (4, 32, 8, 128)
 
 
 def run(setting: Setting, findings: Findings) -> None:
     """See Section."""
-    cold = _start_cold(setting)
-    for name, hazard in (("a gathered copy outlives its donated source", _donated), ("donation invalidates", _deleted)):
-        findings.attempt(name, partial(hazard, name, findings))
-    findings.attempt("an array that failed", partial(_error_array, findings))
-    findings.attempt("transfer server", partial(_transfers, findings))
-    findings.attempt("two cold compilations", partial(_same_bits, cold, setting, findings))
+    with _cold(setting) as cold:
+        for name, hazard in (("a gathered copy outlives its donated source", _donated), ("donation invalidates", _deleted)):
+            findings.attempt(name, partial(hazard, name, findings))
+        findings.attempt("an array that failed", partial(_error_array, findings))
+        findings.attempt("two cold compilations", partial(_same_bits, cold, setting, findings))
+    findings.attempt("transfer server", partial(_transfers, setting.clock, findings))
 
 
 def _donated(name: str, findings: Findings) -> None:
@@ -72,12 +77,12 @@ def _error_array(findings: Findings) -> None:
         findings.check("an error array raises when waited for", False)
 
 
-def _transfers(findings: Findings) -> None:
+def _transfers(clock: Clock, findings: Findings) -> None:
     try:
         servers = TransferServers(jax.devices(), HOST)
     except Unsupported as reason:
         raise Skipped(str(reason)) from reason
-    with peer() as other:
+    with peer(clock) as other:
         _intact(servers, other, findings)
         _unknown(servers, other, findings)
         _refused(servers, findings)
@@ -91,7 +96,7 @@ def _intact(servers: TransferServers, other: Peer, findings: Findings) -> None:
     for seed, dtype in enumerate(("float32", "bfloat16", "int8")):
         shape = (*SHAPE[:1], SHAPE[1] + seed, *SHAPE[2:])
         uuid = other.offer(seed, shape, dtype)
-        got = _pull(connection, uuid, _spec(shape, dtype))
+        got = _pull(other, connection, uuid, _spec(shape, dtype))
         findings.check(f"{dtype} arrives bit for bit", np.asarray(got).tobytes() == values(seed, shape, dtype).tobytes())
 
 
@@ -103,7 +108,7 @@ def _unknown(servers: TransferServers, other: Peer, findings: Findings) -> None:
     findings.check(
         "an unknown key ends at our deadline", reason is not None and seconds < SHORT_S + LATE_S, f"{seconds:.2f} s: {reason}"
     )
-    got = _pull(connection, other.offer(7, SHAPE, "float32"), _spec(SHAPE, "float32"))
+    got = _pull(other, connection, other.offer(7, SHAPE, "float32"), _spec(SHAPE, "float32"))
     findings.check("the next pull works", np.array_equal(np.asarray(got), values(7, SHAPE, "float32")))
 
 
@@ -121,7 +126,7 @@ def _withdrawn(servers: TransferServers, other: Peer, findings: Findings) -> Non
     uuid = other.offer(8, SHAPE, "float32")
     other.withdraw(uuid)
     began_s = time.monotonic()
-    reason = _failure(connection, uuid, PULL_S)
+    reason = _failure(connection, uuid, other.clock.at_most(PULL_S))
     findings.fact(withdrawn_is_known_after_ms=1e3 * (time.monotonic() - began_s), withdrawn_says=str(reason)[:200])
     findings.check("a withdrawn array fails the pull", reason is not None)
 
@@ -131,7 +136,7 @@ def _like_sized(servers: TransferServers, other: Peer, findings: Findings) -> No
     connection = servers.connect(other.address)
     uuid = other.offer(9, SHAPE, "float32")
     try:
-        _pull(connection, uuid, _spec(SHAPE, "int32"))
+        _pull(other, connection, uuid, _spec(SHAPE, "int32"))
     except PieceError as error:
         findings.fact(spec_of_equal_size_is_noticed=str(error)[:200])
     else:
@@ -141,7 +146,7 @@ def _like_sized(servers: TransferServers, other: Peer, findings: Findings) -> No
 def _killed(servers: TransferServers, other: Peer, findings: Findings) -> None:
     """A pull that waits for a key that never comes, when the other process dies."""
     connection = servers.connect(other.address)
-    _pull(connection, other.offer(10, SHAPE, "float32"), _spec(SHAPE, "float32"))  # connected
+    _pull(other, connection, other.offer(10, SHAPE, "float32"), _spec(SHAPE, "float32"))  # connected
     struck_s = [0.0]
 
     def strike() -> None:
@@ -160,27 +165,27 @@ def _killed(servers: TransferServers, other: Peer, findings: Findings) -> None:
     )
 
 
-def _start_cold(setting: Setting) -> list[subprocess.Popen[str]]:
-    """The exact step compiled by two processes that have no compiled programs to share."""
-    started = []
-    for number in range(2):
-        cache = tempfile.mkdtemp(dir=setting.scratch)
-        command = [sys.executable, "-m", "gpu_kit.cold_bits", *(["--small"] if setting.small else [])]
-        environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": cache}
-        with setting.log(f"cold{number}").open("wb") as log:
-            started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True))
-    return started
+@contextmanager
+def _cold(setting: Setting) -> Iterator[list[subprocess.Popen[str]]]:
+    """The exact step compiled by two processes that have no compiled programs to share; killed at the end."""
+    with ExitStack() as stack:
+        started = []
+        for number in range(2):
+            cache = tempfile.mkdtemp(dir=setting.scratch)
+            command = [sys.executable, "-m", "gpu_kit.cold_bits", *(["--small"] if setting.small else [])]
+            environment = {**with_our_pid(os.environ), "JAX_COMPILATION_CACHE_DIR": cache}
+            with setting.log(f"cold{number}").open("wb") as log:
+                process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            started.append(process)
+        yield started
 
 
 def _same_bits(cold: list[subprocess.Popen[str]], setting: Setting, findings: Findings) -> None:
     """Where they differ, P and D are exact only with compiled programs they share (--compilation-cache-dir)."""
-    said = []
-    for process in cold:
-        try:
-            said.append(process.communicate(timeout=setting.clock.left_s())[0].strip())
-        finally:
-            process.kill()
-            process.wait()
+    ends_s = time.monotonic() + COLD_SHARE * setting.clock.left_s()
+    said = [process.communicate(timeout=max(0.0, ends_s - time.monotonic()))[0].strip() for process in cold]
     findings.check("both computed", all(said), str(said))
     findings.fact(exact_step_compiled_twice="equal bits" if len(set(said)) == 1 else f"DIFFERENT bits: {said}")
 
@@ -190,8 +195,8 @@ def _spec(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
 
 
-def _pull(connection: TransferConnection, uuid: int, spec: jax.ShapeDtypeStruct) -> jax.Array:
-    return connection.pull(uuid, [spec], time.monotonic() + PULL_S, lambda: False)[0]
+def _pull(other: Peer, connection: TransferConnection, uuid: int, spec: jax.ShapeDtypeStruct) -> jax.Array:
+    return connection.pull(uuid, [spec], time.monotonic() + other.clock.at_most(PULL_S), lambda: False)[0]
 
 
 def _failure(connection: TransferConnection, uuid: int, within_s: float) -> PieceError | None:

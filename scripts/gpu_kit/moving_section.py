@@ -15,25 +15,26 @@ from transfer_bench.parts import TOKEN_BYTES, Form
 from gpu_kit.findings import Findings
 from gpu_kit.roofline import copy_bytes_per_s, seconds_each
 from gpu_kit.setting import Setting
+from gpu_kit.targets import HANDOFF
 from jdisagg.kv.layout import KVLayout, choose_layout
 from jdisagg.kv.spec import KVSpec
 from jdisagg.models.sharding import make_mesh
 
-BACKENDS = ("grpc", "shm", "jax")
-WANTED_GB_PER_S = 5.0
+BACKENDS = ("jax", "grpc", "shm")  # the one with a target first: time may run out
+WAIT_SHARE = 0.5  # of the time there is, for one answer: of a backend that hangs, the others are still seen
 PAGE_SIZE = 16
 WARM_PIECES = 4
 
 
 def run(setting: Setting, findings: Findings) -> None:
     """See Section."""
-    findings.attempt("gather and scatter", partial(_on_device, setting, findings))
     rates: dict[str, float] = {}
     for backend in BACKENDS:
         findings.attempt(f"hand-off over {backend}", partial(_between, backend, setting, rates, findings))
-    why = "the backend failed" if "jax" not in rates else "no accelerator"
-    got = None if setting.small else rates.get("jax")
-    findings.target("hand-off between two processes over jax", got, WANTED_GB_PER_S, "GB/s", why=why)
+        if backend == "jax":
+            why = "the backend failed" if backend not in rates else "no accelerator"
+            findings.target(HANDOFF, None if setting.small else rates.get(backend), why)
+    findings.attempt("gather and scatter", partial(_on_device, setting, findings))
 
 
 def _on_device(setting: Setting, findings: Findings) -> None:
@@ -70,7 +71,7 @@ def _between(backend: str, setting: Setting, rates: dict[str, float], findings: 
     scale = setting.scale
     count = scale.moved_bytes // scale.piece_bytes
     form = Form(backend=backend, tokens=scale.piece_bytes // TOKEN_BYTES, checksums=True)
-    with connected(form) as consumer:
+    with connected(form, wait_s=WAIT_SHARE * setting.clock.left_s()) as consumer:
         consumer.move(WARM_PIECES)
         moved = [consumer.move(count) for _ in range(scale.repeats)]
         first_ms = sorted(1e3 * consumer.first_chunk_s() for _ in range(10 * scale.repeats))

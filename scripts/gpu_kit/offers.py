@@ -14,7 +14,8 @@ from gpu_kit.findings import Skipped
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.rows import Rows
 
-ELSEWHERE = {"cpu": {"tpu", "gpu"}, "gpu": {"tpu"}, "tpu": {"gpu"}}  # implementations that a platform cannot run
+# Implementations that a platform cannot run; CUDA goes by either name.
+ELSEWHERE = {"cpu": {"tpu", "gpu"}, "gpu": {"tpu"}, "cuda": {"tpu"}, "tpu": {"gpu"}}
 
 
 def implementations(platform: str) -> list[Implementation]:

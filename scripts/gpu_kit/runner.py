@@ -12,11 +12,13 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from gpu_kit.child import EXIT_SKIPPED
+from gpu_kit.ending import with_our_pid
 from gpu_kit.sections import DISTRIBUTIONS, LEAST_VERSIONS, Section
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,6 +26,8 @@ LEAST_S = 5.0  # a section that gets less is not started
 SAVED_S = 3.0  # of a limit: the section is told less than it gets, so that it ends by itself
 MOST = 2.0  # budgets that one section may take: what hangs must not eat up what all others saved
 TAIL = 1500  # characters of a failed section's stderr
+WHY = 80  # characters, behind a target that was not run
+OVER = "the time of all sections together is spent"
 
 
 @dataclass
@@ -37,6 +41,7 @@ class Result:
     limit_s: float = 0.0
     reason: str = ""
     found: dict[str, Any] = field(default_factory=dict)
+    lacks: tuple[str, ...] = ()  # packages, for which it was skipped
 
 
 class Budget:
@@ -87,22 +92,33 @@ def _exists(module: str) -> bool:
 
 
 def run_section(section: Section, out: Path, scratch: Path, budget: Budget, *, small: bool) -> Result:
-    """Run one section in a process of its own, so that a crash or a hang ends nothing else."""
+    """Run one section in a process of its own, so that a crash or a hang ends nothing else. Each of its targets has a line."""
+    result = _run_section(section, out, scratch, budget, small=small)
+    return replace(result, found=_with_targets(section, result))
+
+
+def cut_off(section: Section, out: Path) -> Result:
+    """What a section had found when gpu_check was ended."""
+    result = Result(section.name, "fail", reason="gpu_check was ended", found=_found(_report(section, out)))
+    return replace(result, found=_with_targets(section, result))
+
+
+def _run_section(section: Section, out: Path, scratch: Path, budget: Budget, *, small: bool) -> Result:
     if missing := lacking(section):
         budget.spent(section.budget_s, 0.0)
-        return Result(section.name, "skip", reason=f"not installed: {', '.join(missing)}")
+        return Result(section.name, "skip", reason=f"not installed: {', '.join(missing)}", lacks=tuple(missing))
     limit_s = budget.limit_s(section.budget_s)
     if limit_s < LEAST_S:
-        return Result(section.name, "skip", reason="the time of all sections together is spent")
+        return Result(section.name, "skip", reason=OVER)
     began_s, cpu_before_s = time.monotonic(), _cpu_s()
     (out / "sections").mkdir(parents=True, exist_ok=True)
     (out / "logs").mkdir(parents=True, exist_ok=True)
-    log, report = out / "logs" / f"{section.name}.log", out / "sections" / f"{section.name}.json"
+    log, report = out / "logs" / f"{section.name}.log", _report(section, out)
     report.unlink(missing_ok=True)
     status = _run(_command(section, out, scratch, limit_s, small), log, limit_s)
     seconds = time.monotonic() - began_s
     budget.spent(section.budget_s, seconds)
-    found = json.loads(report.read_text()) if report.exists() else {}
+    found = _found(report)
     verdict, reason = _judge(section.name, status, found, log)
     return Result(
         name=section.name,
@@ -115,6 +131,23 @@ def run_section(section: Section, out: Path, scratch: Path, budget: Budget, *, s
     )
 
 
+def _report(section: Section, out: Path) -> Path:
+    return out / "sections" / f"{section.name}.json"
+
+
+def _found(report: Path) -> dict[str, Any]:
+    return json.loads(report.read_text()) if report.exists() else {}
+
+
+def _with_targets(section: Section, result: Result) -> dict[str, Any]:
+    """What was found, and a line for each target that the section did not come to."""
+    said = result.found.get("targets", [])
+    names = {line["name"] for line in said}
+    why = " ".join(result.reason.split())[:WHY] or "not measured"
+    missing = [target.line(None, why) for target in section.targets if target.name not in names]
+    return {**result.found, "targets": [*said, *missing]} if missing else result.found
+
+
 def _command(section: Section, out: Path, scratch: Path, limit_s: float, small: bool) -> list[str]:
     told_s = max(limit_s - SAVED_S, 1.0)
     command = [sys.executable, "-m", "gpu_kit.child", section.name, "--module", section.module, "--out", str(out)]
@@ -122,9 +155,9 @@ def _command(section: Section, out: Path, scratch: Path, limit_s: float, small: 
 
 
 def _run(command: list[str], log: Path, limit_s: float) -> int | None:
-    """Exit status; None when it had to be killed, with everything in its session. Servers it started end with it."""
+    """Exit status; None when it had to be killed. What it leaves in its group is killed; servers it started end with it."""
     paths = [str(ROOT), str(ROOT / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    environment = {**with_our_pid(os.environ), "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
@@ -134,9 +167,9 @@ def _run(command: list[str], log: Path, limit_s: float) -> int | None:
         except subprocess.TimeoutExpired:
             return None
         finally:
-            if process.poll() is None:
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            process.wait()
 
 
 def _cpu_s() -> float:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from gpu_kit.findings import Findings
+from gpu_kit.findings import Findings, Target
 from gpu_kit.report import make_report, markdown, shown
 from gpu_kit.runner import Result
 
@@ -20,15 +20,16 @@ def found(tmp_path: Path) -> dict:
     [(0.75, True, "met"), (0.74, True, "missed"), (0.76, False, "missed"), (0.75, False, "met"), (None, True, "not run")],
 )
 def test_a_target_is_judged(tmp_path: Path, got: float | None, at_least: bool, verdict: str) -> None:
-    Findings(tmp_path / "f.json").target("share", got, 0.75, "of it", at_least=at_least, why="no device")
+    share = Target(name="share", wanted=0.75, unit="of it", at_least=at_least)
+    Findings(tmp_path / "f.json").target(share, got, "no device")
     (target,) = found(tmp_path)["targets"]
     assert target["verdict"] == verdict
 
 
 def test_the_page_has_targets_tables_and_what_was_left_out(tmp_path: Path) -> None:
     findings = Findings(tmp_path / "f.json")
-    findings.target("speed", 1.5, 3.0, "times")
-    findings.target("rate", None, 5.0, "GB/s", why="the backend failed")
+    findings.target(Target(name="speed", wanted=3.0, unit="times"), 1.5)
+    findings.target(Target(name="rate", wanted=5.0, unit="GB/s"), None, "the backend failed")
     findings.row("steps", batch=1, ms=2.5)
     findings.row("steps", batch=8, ms=3.5, extra="a|b")
     findings.left_out("theirs", "not installed: torch")

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 from bench_kit.machine import commit
+from gpu_check import allowed, parse
 from gpu_kit import runner
+from gpu_kit.findings import Target
 from gpu_kit.runner import Budget, lacking, run_section
 from gpu_kit.sections import LEAST_VERSIONS, SECTIONS, TOTAL_S, Section, picked
 from gpu_kit.setting import FULL, SMALL
@@ -21,9 +23,27 @@ BODIES = {
     "hanging": "findings.fact(before=1); time.sleep(600)",
     "dying": "findings.fact(before=1); os.abort()",
     "unable": "raise Skipped('nothing to look at')",
+    "leaving": "findings.fact(left=subprocess.Popen(['sleep', '600']).pid)",
+    "halfway": "findings.target(Target(name='first', wanted=1.0, unit='s'), 2.0); os.abort()",
     "parts": "findings.attempt('first', lambda: 1 / 0); findings.fact(second=2)",
 }
-HEAD = "import os, time\nfrom gpu_kit.findings import Skipped\n\n\ndef run(setting, findings):\n    "
+CLOSE_S = 15.0  # of 560, for imports before the first section and the kill of the last
+HEAD = "import os, subprocess, time\nfrom gpu_kit.findings import Skipped, Target\n\n\ndef run(setting, findings):\n    "
+
+
+TARGETS = (Target(name="first", wanted=1.0, unit="s"), Target(name="second", wanted=2.0, unit="s"))
+
+
+def verdicts(result: runner.Result) -> list[tuple[str, str, str]]:
+    return [(line["name"], line["verdict"], line["why"]) for line in result.found["targets"]]
+
+
+def is_running(pid: int) -> bool:
+    """Neither gone nor waiting to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +55,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(name: str, tmp_path: Path, *, budget_s: float = 50.0, needs: tuple[str, ...] = ()) -> runner.Result:
-    section = Section(name=name, module=f"section_{name}", says="", budget_s=budget_s, needs=needs)
+    section = Section(name=name, module=f"section_{name}", says="", budget_s=budget_s, needs=needs, targets=TARGETS)
     return run_section(section, tmp_path / "out", tmp_path, Budget(100.0), small=True)
 
 
@@ -78,6 +98,27 @@ def test_a_section_that_hangs_is_killed_at_its_limit_and_keeps_what_it_found(
         os.kill(int(marker.read_text()), 0)
 
 
+def test_what_a_section_leaves_running_ends_with_it(tmp_path: Path) -> None:
+    result = run("leaving", tmp_path)
+    assert result.status == "pass"
+    ends_s = time.monotonic() + 10
+    while is_running(result.found["facts"]["left"]) and time.monotonic() < ends_s:
+        time.sleep(0.02)
+    assert not is_running(result.found["facts"]["left"])
+
+
+def test_each_target_of_a_section_that_dies_has_a_line(tmp_path: Path) -> None:
+    first, second = verdicts(run("halfway", tmp_path))
+    assert first == ("first", "met", "")
+    assert second[:2] == ("second", "not run")
+    assert second[2].startswith("exit status -6")
+
+
+def test_the_targets_of_a_section_that_was_not_started_say_why(tmp_path: Path) -> None:
+    why = "not installed: no_such_module"
+    assert verdicts(run("fine", tmp_path, needs=("no_such_module",))) == [("first", "not run", why), ("second", "not run", why)]
+
+
 def test_a_part_that_raises_fails_the_section_but_not_the_next_part(tmp_path: Path) -> None:
     result = run("parts", tmp_path)
     assert result.status == "fail"
@@ -117,8 +158,32 @@ def test_no_section_gets_more_than_is_left_of_all() -> None:
     assert Budget(5.0).limit_s(30.0) <= 5.0
 
 
-def test_budgets_fill_eight_minutes_and_no_more() -> None:
-    assert sum(section.budget_s for section in SECTIONS) == TOTAL_S <= 475.0
+def test_what_sections_need_fits_into_a_run_of_560_s_where_a_tenth_of_their_budgets_is_spare() -> None:
+    assert 0.9 * sum(section.budget_s for section in SECTIONS) <= TOTAL_S <= 560 - CLOSE_S
+
+
+def test_what_is_told_before_the_time_is_over_comes_first() -> None:
+    *_, last = SECTIONS
+    assert sum(section.budget_s for section in SECTIONS) - TOTAL_S <= 2 * last.budget_s, "it loses the last ones, no more"
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ([], (1.0, TOTAL_S)),
+        (["--patience", "2"], (2.0, 2 * TOTAL_S)),
+        (["--patience", "2", "--total-s", "500"], (2.0, 500.0)),
+        (["--allow-cpu", "--patience", "3"], (3.0, 3 * TOTAL_S)),
+    ],
+)
+def test_patience_multiplies_every_budget_and_their_sum_unless_that_is_given(
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], wanted: tuple[float, float]
+) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setattr("sys.argv", ["gpu_check.py", *flags])
+    patience, total_s = allowed(parse())
+    assert (patience, total_s) == wanted
+    assert Budget(total_s, patience=patience).limit_s(30.0) == 30.0 * patience
 
 
 def test_a_picked_section_brings_device_and_what_it_compares_with() -> None:

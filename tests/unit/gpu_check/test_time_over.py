@@ -1,0 +1,94 @@
+"""Sections whose time runs out: what hangs is not waited for, what matters most came first."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from operator import methodcaller
+from pathlib import Path
+
+import pytest
+from bench_kit.child import child
+from gpu_kit import decode_section, hazard_section, kernel_section, moving_section, offers, prefill_section
+from gpu_kit.findings import Clock, Findings
+from gpu_kit.sections import BY_NAME
+from gpu_kit.setting import FULL, Setting
+from gpu_kit.targets import DECODE, HANDOFF, PREFILL
+
+SAYS_NOTHING = methodcaller("poll", 600.0)  # of its pipe
+HANGS = ("-c", "import time; time.sleep(600)")
+
+
+def setting(tmp_path: Path, left_s: float) -> Setting:
+    (tmp_path / "logs").mkdir(exist_ok=True)
+    return Setting(name="s", out=tmp_path, scratch=tmp_path, small=True, clock=Clock(left_s))
+
+
+def test_no_kernel_is_tried_when_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+    for name in ("_attend", "_write", "_pages", "_tokens"):
+        monkeypatch.setattr(kernel_section, name, lambda *_, name=name: tried.append(name))
+    kernel_section.run(setting(tmp_path, 0.0), Findings(tmp_path / "f.json"))
+    assert not tried
+    assert (tmp_path / "f.json").read_text().count('"out of time"') >= 6
+
+
+@pytest.mark.timeout(60)
+def test_every_cold_process_ends_when_the_first_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen] = []
+
+    def start(command: list[str], **options: object) -> subprocess.Popen:
+        started.append(subprocess.Popen([sys.executable, *HANGS], stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    hangs, ours = setting(tmp_path, 0.5), hazard_section.subprocess
+    monkeypatch.setattr(hazard_section, "subprocess", type("Fake", (), {"Popen": staticmethod(start), "PIPE": ours.PIPE}))
+    with pytest.raises(subprocess.TimeoutExpired), hazard_section._cold(hangs) as cold:
+        hazard_section._same_bits(cold, hangs, Findings(tmp_path / "f.json"))
+    assert [process.poll() for process in started] == [-9, -9]
+
+
+def test_transfers_that_may_end_the_process_come_when_all_else_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    for name in ("_donated", "_deleted", "_error_array", "_same_bits", "_transfers"):
+        monkeypatch.setattr(hazard_section, name, lambda *_, name=name: told.append(name))
+    hazard_section.run(setting(tmp_path, 20.0), Findings(tmp_path / "f.json"))
+    assert told[-1] == "_transfers"
+    assert len(told) == 5
+
+
+@pytest.mark.timeout(60)
+def test_a_process_that_says_nothing_is_given_up_after_the_time_that_is_granted() -> None:
+    with pytest.raises(RuntimeError, match=r"has not answered within 0\.2 s"), child(SAYS_NOTHING, start_s=0.2):
+        pytest.fail("it has said nothing")
+
+
+def test_what_has_a_target_is_measured_first() -> None:
+    assert moving_section.BACKENDS[0] == "jax"
+    assert "over jax" in HANDOFF.name
+    first = f"batch {FULL.decode.batches[0]}, context {FULL.decode.contexts[0]}:"
+    assert first == f"batch {decode_section.TARGET_BATCH}, context {decode_section.TARGET_CONTEXT}:"
+    assert first in DECODE.name
+    assert FULL.prefill_tokens[0] == prefill_section.TARGET_TOKENS
+    assert f"{prefill_section.TARGET_TOKENS} tokens" in PREFILL.name
+
+
+def test_a_target_is_told_before_the_next_part_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, told = tmp_path / "f.json", dict[str, bool]()
+
+    def between(backend: str, _setting: Setting, rates: dict[str, float], findings: Findings) -> None:
+        findings.row("rates", backend=backend)
+        told[backend], rates[backend] = HANDOFF.name in path.read_text(), 6.0
+
+    monkeypatch.setattr(moving_section, "_between", between)
+    monkeypatch.setattr(moving_section, "_on_device", lambda *_: None)
+    moving_section.run(setting(tmp_path, 20.0), Findings(path))
+    assert told == {"jax": False, "grpc": True, "shm": True}
+
+
+def test_sections_with_targets_declare_them() -> None:
+    assert {name for name, section in BY_NAME.items() if section.targets} == {"moving", "decode", "prefill", "batch", "aot"}
+
+
+def test_a_gpu_by_either_of_its_names_is_offered_what_a_gpu_runs() -> None:
+    assert offers.implementations("cuda") == offers.implementations("gpu") == ["ref", "gpu"]
