@@ -76,7 +76,7 @@ def has_ended(pid: int) -> bool:
 def test_a_section_ends_when_gpu_check_is_killed(tmp_path: Path) -> None:
     with stuck(tmp_path) as (process, section):
         process.kill()
-        process.wait(WAIT_S)
+        assert process.wait(WAIT_S) == -signal.SIGKILL
         until(lambda: has_ended(section))
 
 
