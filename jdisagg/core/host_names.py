@@ -55,8 +55,10 @@ class Names:
     def addresses(self, host: str, deadline_s: float) -> list[Address]:
         """At no port yet. Raises TimeoutError at the deadline, ConnectionError for what is no host."""
         answer = self.look_up(host)
+        if (left_s := deadline_s - monotonic()) <= 0:
+            raise TimeoutError("the deadline passed")
         try:  # an error is not raised itself: others have it, too, and it would hold this frame
-            error = answer.exception(max(0.0, deadline_s - monotonic()))
+            error = answer.exception(left_s)
         except TimeoutError as late:
             raise TimeoutError(f"{host}: no answer from the resolver") from late
         if error is not None:

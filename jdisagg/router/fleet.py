@@ -25,7 +25,7 @@ from jdisagg.router.longest import Longest
 from jdisagg.router.partners import Partners
 from jdisagg.router.prefixes import NOTHING_KEPT, NOWHERE, Near
 from jdisagg.router.silence import Silence
-from jdisagg.router.standings import standing_among
+from jdisagg.router.standings import standing_among, standings_of
 from jdisagg.router.usable import Usable, usable
 from jdisagg.router.worker_cache import Key, WorkerCache
 
@@ -153,8 +153,7 @@ class Fleet:
 
     def standings(self, now_s: float) -> list[tuple[Member, Standing]]:
         """Everybody, and what is made of each, for operators."""
-        partners = Partners(self.members())
-        return [(entry.member, standing_among(entry, partners, now_s)) for entry in self._entries.values()]
+        return standings_of(self._entries.values(), now_s)
 
     def _there(self, role: Role) -> list[Entry]:
         entries = [entry for entry in self._entries.values() if entry.member.role is role]

@@ -97,7 +97,7 @@ class FleetEngine:
     @property
     def card(self) -> ModelCard:
         """The model of the fleet, as it is where the longest requests fit that are taken now or will be in a moment. Raises
-        Unavailable when no worker has registered and none was given."""
+        Unavailable when no worker has registered."""
         if (member := self.workers.fleet.longest(monotonic())) is not None:
             self._card = replace(member.card, name=self.workers.entrance.model or member.card.name)
         if self._card is None:

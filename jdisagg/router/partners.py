@@ -7,13 +7,14 @@ from collections.abc import Iterable, Sequence
 from jdisagg.core.fingerprint import Difference, difference
 from jdisagg.core.fleet import Member
 from jdisagg.core.requests import Role
+from jdisagg.core.told import first_of
 
 LONELY_S = 300.0  # a roll-out passes through it: new workers load while all that would pair with them do, too
 _SHOWN = 12  # characters of a fingerprint
 _OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 _THEN = {  # what becomes of them
     Role.PREFILL: "gets none of this router's prompts, as no decode worker here has the same weights",
-    Role.DECODE: "is asked after all others, as no prefill worker here has the same weights",
+    Role.DECODE: "is asked after others that are well, as no prefill worker here has the same weights",
 }
 
 
@@ -86,8 +87,8 @@ def differing(ps: Sequence[Member], ds: Sequence[Member]) -> str:
 
 def named(members: Sequence[Member]) -> str:
     """They, and the weights that they have."""
-    names = ", ".join(f"{member.worker} (fingerprint {member.card.fingerprint[:_SHOWN]})" for member in members)
-    return f"worker{'s' if len(members) > 1 else ''} {names}"
+    names = [f"{member.worker} (fingerprint {member.card.fingerprint[:_SHOWN]})" for member in members]
+    return f"worker{'s' if len(members) > 1 else ''} {first_of(names, ', ')}"
 
 
 def _told(found: Difference) -> str:

@@ -14,6 +14,11 @@ from typing import Any
 SIGNS = ('"pattern', '"exclusiveM')  # one of these is in the text of a schema with something to mend
 
 _NUDGE = 1e-9
+_MENDED = "&&[^\\r]]"  # behind a class, with another bracket before it: but for a carriage return
+# Ranges of letters or digits, characters that mean themselves, and escapes, none of which is one of the two.
+_PLAIN = re.compile(
+    r"\[\^?-?(?:[a-z]-[a-z]|[A-Z]-[A-Z]|[0-9]-[0-9]|[a-zA-Z0-9 _.,:;@#%+*/()<>=!?$'`{}|]|\\[dDwWsSnrt./+*?()|{}\-$])+-?\]"
+)
 _LOWEST, _HIGHEST = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 
 
@@ -30,27 +35,31 @@ def mended(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def mended_pattern(pattern: str) -> str:
-    """A regular expression whose classes take no quote and no backslash that they exclude."""
+    """A regular expression whose classes take no quote and no backslash that they exclude; of one that is mended, itself."""
     done, at = [], 0
     while at < len(pattern):
-        end = _end_of_class(pattern, at) if pattern[at] == "[" else at + 1 + (pattern[at] == "\\")
+        end = _end_of_part(pattern, at)
         if end is None:  # what is wrong with it the library says
             return pattern
         part = pattern[at:end]
-        done.append(f"[{part}&&[^\\r]]" if part[0] == "[" and _leaks(part) else part)
+        done.append(f"[{part}{_MENDED}" if _may_leak(part) else part)
         at = end
     return "".join(done)
 
 
-def _leaks(of_class: str) -> bool:
-    """Whether a class has control characters, and not both of those that a JSON string has to escape."""
-    try:
-        has = re.compile(of_class).fullmatch
-    except re.error:  # of another dialect
-        return True
-    if "[" in re.sub(r"\\.", "", of_class[1:]):  # a class in it, which is not read so here
-        return True
-    return has("\x01") is not None and None in (has('"'), has("\\"))
+def _may_leak(part: str) -> bool:
+    """Whether it is a class that is not plainly one with both characters, or without most control characters."""
+    if part[0] == "[":
+        return _PLAIN.fullmatch(part) is None and not part.endswith(_MENDED)
+    return part[0] == "\\" and part[1:2] in ("p", "P")
+
+
+def _end_of_part(pattern: str, begin: int) -> int | None:
+    if pattern[begin] == "[":
+        return _end_of_class(pattern, begin)
+    if pattern.startswith(("\\p{", "\\P{"), begin):
+        return pattern.find("}", begin) + 1 or None
+    return begin + 1 + (pattern[begin] == "\\") + (pattern[begin : begin + 2] in ("\\p", "\\P"))
 
 
 def _end_of_class(pattern: str, begin: int) -> int | None:
@@ -83,11 +92,12 @@ def _with_bounds(schema: dict[str, Any], ours: tuple[str, str], others: tuple[st
     inner = [value for name in others if (value := _number(schema.get(name))) is not None]
     if bound is None or not any(math.trunc(value) == bound for value in inner):
         return schema
-    moved = bound + sign * _NUDGE
+    room = min(sign * (value - bound) for value in inner)
+    if room <= 0:  # there is no such number, which the library says
+        return schema
+    moved = bound + sign * min(_NUDGE, room / 2)
     if moved == bound:
         moved = math.nextafter(bound, sign * math.inf)
-    if any(sign * (value - moved) < 0 for value in inner):
-        return schema
     given = _number(schema.get(included))
     tighter = moved if given is None else sign * max(sign * moved, sign * given)
     return {key: value for key, value in schema.items() if key != excluded} | {included: tighter}

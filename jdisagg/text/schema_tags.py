@@ -52,14 +52,14 @@ def _branches(union: Any, refer: Callable[[str], Any]) -> Iterator[Any]:
                 left.append(refer(reference))
 
 
-def _referred(root: Any, reference: str) -> Any:
-    """What a JSON pointer (RFC 6901) into this document leads to, by names; None where it is none, or leads nowhere."""
+def _referred(root: Any, reference: str) -> dict[str, Any] | None:
+    """The object to which a JSON pointer (RFC 6901) into this document leads, by names; None where there is none."""
     if not reference.startswith("#/"):
         return None
     found = root
     for name in unquote(reference).split("/")[1:]:
         found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
-    return found
+    return found if isinstance(found, dict) else None  # a list would be looked through as often as it is referred to
 
 
 def _missing(branch: dict[str, Any], tags: set[str]) -> list[str]:

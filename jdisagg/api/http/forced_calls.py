@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jdisagg.api.http.body import Body, wrong_type
-from jdisagg.api.http.grammars import grammar_name
+from jdisagg.api.http.grammars import grammar_name, schema_text
 from jdisagg.api.http.shapes import call_part, whole_calls
 from jdisagg.api.http.tools import read_functions
 from jdisagg.core.errors import InvalidRequest
@@ -69,14 +69,16 @@ def _grammar(body: Body, forced: ForcedCall, *, in_parallel: bool) -> Grammar:
     offered = _parameters(body)
     names = offered if forced.name is None else (forced.name,)  # the others may have parameters that no grammar is made of
     schemas = {name: _schema(f"tools: parameters of {name}", offered[name]) for name in names}
+    schema_text("tools: their parameters", schemas, "tools")  # before any is looked into
     if forced.name is not None:
-        return Grammar(GrammarKind.JSON_SCHEMA, _written(schemas[forced.name]))
+        return Grammar(GrammarKind.JSON_SCHEMA, schema_text("tools", schemas[forced.name]))
     calls = " | ".join(f"call_{number}" for number in range(len(schemas)))
     more = '("," call)* ' if in_parallel else ""
     lines = [f'start: "[" call {more}"]"', f"call: {calls}"]
     for number, (name, schema) in enumerate(schemas.items()):
         head = json.dumps(f'{{"name":"{name}","parameters":')
-        lines += [f'call_{number}: {head} arguments_{number} "}}"', f"arguments_{number}: %json {_written(_as_root(schema))}"]
+        root = schema_text("tools", _as_root(readable(schema)))
+        lines += [f'call_{number}: {head} arguments_{number} "}}"', f"arguments_{number}: %json {root}"]
     return Grammar(GrammarKind.LARK, "\n".join(lines))
 
 
@@ -123,17 +125,13 @@ def _schema(where: str, parameters: Any) -> dict[str, Any]:
     schema = {**_ANY_ARGUMENTS, **parameters} if parameters else _NO_ARGUMENTS  # else the model would make some up
     if schema["type"] != "object":
         raise InvalidRequest(f"{where}: must be the schema of an object, whose type is object", field="tools")
-    return readable(schema)
+    return schema
 
 
 def _as_root(schema: dict[str, Any]) -> dict[str, Any]:
     """As each is in a grammar of several, where those defaults do not count that `read_schema` gives to others."""
     own = schema.get("x-guidance", {})
     return schema | {"x-guidance": {"coerce_one_of": True} | own} if isinstance(own, dict) else schema
-
-
-def _written(schema: dict[str, Any]) -> str:
-    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
 
 
 class ForcedReader:

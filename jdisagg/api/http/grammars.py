@@ -145,21 +145,26 @@ def _parsed(name: str, text: str) -> Any:
 
 
 def _schema_grammar(name: str, schema: dict[str, Any]) -> Grammar:
-    """Equal schemas are equal texts. The order of keys stays: it is that of the properties in the answer."""
+    return Grammar(GrammarKind.JSON_SCHEMA, schema_text(name, schema))
+
+
+def schema_text(name: str, schema: dict[str, Any], field: str | None = None) -> str:
+    """Equal schemas are equal texts. The order of keys stays: it is that of the properties in the answer. Raises InvalidRequest
+    for one of more than MAX_GRAMMAR_BYTES, of which it reads no more."""
     parts, num_bytes = list[str](), 0
     try:
         for part in _ENCODER.iterencode(schema):  # one by one: one of megabytes is not written for its beginning
             num_bytes += len(part.encode())
             if num_bytes > MAX_GRAMMAR_BYTES:
-                raise _too_long(name)
+                raise _too_long(name, field)
             parts.append(part)
     except ValueError as error:  # NaN, which is no JSON, or half of a pair, which is no character
-        raise InvalidRequest(f"{name}: is not valid JSON: {error}", field=name) from error
-    return Grammar(GrammarKind.JSON_SCHEMA, "".join(parts))
+        raise InvalidRequest(f"{name}: is not valid JSON: {error}", field=field or name) from error
+    return "".join(parts)
 
 
-def _too_long(name: str) -> InvalidRequest:
-    return InvalidRequest(f"{name}: may have at most {MAX_GRAMMAR_BYTES} bytes; shorten it", field=name)
+def _too_long(name: str, field: str | None = None) -> InvalidRequest:
+    return InvalidRequest(f"{name}: may have at most {MAX_GRAMMAR_BYTES} bytes; shorten it", field=field or name)
 
 
 def _regex(body: Body, name: str) -> Grammar | None:

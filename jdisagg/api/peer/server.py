@@ -102,6 +102,7 @@ class PeerServer(PieceServer):
             text = f"{self._identity.worker} cannot serve {theirs.worker}: {error}"
             end_call(context, grpc.StatusCode.FAILED_PRECONDITION, text)
             return peer_pb2.HelloResponse()
+        self._workers.pop(context.peer(), None)  # the latest stand last
         self._workers[context.peer()] = theirs.worker
         while len(self._workers) > MOST_CALLERS:
             del self._workers[next(iter(self._workers))]

@@ -162,7 +162,7 @@ def test_what_sections_need_fits_into_a_run_of_560_s_where_a_tenth_of_their_budg
     assert 0.9 * sum(section.budget_s for section in SECTIONS) <= TOTAL_S <= 560 - CLOSE_S
 
 
-def test_what_is_told_before_the_time_is_over_comes_first() -> None:
+def test_sections_that_all_take_their_time_cost_the_last_one_alone() -> None:
     *_, last = SECTIONS
     assert sum(section.budget_s for section in SECTIONS) - TOTAL_S <= 2 * last.budget_s, "it loses the last ones, no more"
 

@@ -11,7 +11,6 @@ import pytest
 from bench_kit.child import child
 from gpu_kit import decode_section, hazard_section, kernel_section, moving_section, offers, prefill_section
 from gpu_kit.findings import Clock, Findings
-from gpu_kit.sections import BY_NAME
 from gpu_kit.setting import FULL, Setting
 from gpu_kit.targets import DECODE, HANDOFF, PREFILL
 
@@ -84,10 +83,6 @@ def test_a_target_is_told_before_the_next_part_begins(tmp_path: Path, monkeypatc
     monkeypatch.setattr(moving_section, "_on_device", lambda *_: None)
     moving_section.run(setting(tmp_path, 20.0), Findings(path))
     assert told == {"jax": False, "grpc": True, "shm": True}
-
-
-def test_sections_with_targets_declare_them() -> None:
-    assert {name for name, section in BY_NAME.items() if section.targets} == {"moving", "decode", "prefill", "batch", "aot"}
 
 
 def test_a_gpu_by_either_of_its_names_is_offered_what_a_gpu_runs() -> None:

@@ -130,7 +130,7 @@ OTHER_P = member(P, address="h:3", worker="pid 3 @ h:3", fingerprint="e" * 64)
         (
             made_of(D, "exact", "bb"),
             (made_of(P, "exact", "aa"), made_of(D, "exact", "aa")),
-            "decode worker pid 2 @ h:2 (fingerprint exactbb) is asked after all others, as no prefill worker "
+            "decode worker pid 2 @ h:2 (fingerprint exactbb) is asked after others that are well, as no prefill worker "
             "here has the same weights: weights.layers (prefill aa, decode bb) must be the same on both; "
             "it has been so for 5 minutes",
         ),

@@ -28,18 +28,12 @@ MENDED = [
     r'^[^]"]+$',
     r'^(?:[^"]|a)*$',
     r'^a?[^"]{1,3}$',
-]
-WHOLE = [
+    r"^[^A-z]$",
     r'^[^\u0000-\u001f"\\]*$',
-    r"^[a-z]*$",
-    r"^[^a]*$",
-    r"^[\s\S]*$",
     r'^[^\W"]+$',
-    r"^\[[a-z]\]$",
-    r"^a\\[bc]$",
-    "^[a",
-    "\\",
 ]
+WHOLE = [r"^[a-z]*$", r"^[^a]*$", r"^[\s\S]*$", r"^[^\w.]+$", r"^\[[a-z]\]$", r"^[-a-zA-Z0-9_.]+$", r"^a\\[bc]$"]
+NO_PATTERNS = ["^[a", "\\", r"\p{"]
 NUMBERS = [-10.5, -10, -2, -1.5, -1, -0.5, 0, 0.25, 0.5, 0.999, 1, 1.5, 2, 10, 10.25]
 AS_TEXT = [*map(str, NUMBERS), "0.0", "-0.0", "1.0", "-1.0", "2.0", "-2.0", "10.0", "-10.0", "0.1", "1.25", "-1.2", "-10.2"]
 
@@ -57,7 +51,7 @@ def tokenizer() -> LLTokenizer:
     return read_tokenizer(demo.tokenizer_json, demo.size, demo.eos_token_ids)
 
 
-@pytest.mark.parametrize("pattern", [*MENDED, *WHOLE[:7]])
+@pytest.mark.parametrize("pattern", [*MENDED, *WHOLE])
 def test_a_pattern_lets_through_what_it_means(tokenizer: LLTokenizer, pattern: str) -> None:
     schema = mended({"type": "string", "pattern": pattern})
     means = re.compile(pattern)
@@ -71,9 +65,28 @@ def test_the_library_alone_still_does_not(tokenizer: LLTokenizer) -> None:
     assert accepts(tokenizer, {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "0")
 
 
-@pytest.mark.parametrize("pattern", WHOLE)
+@pytest.mark.parametrize("pattern", [*WHOLE, *NO_PATTERNS])
 def test_a_pattern_with_nothing_to_mend_stays_as_it_is(pattern: str) -> None:
     assert mended_pattern(pattern) == pattern
+
+
+@pytest.mark.parametrize("pattern", [*MENDED, *WHOLE, *NO_PATTERNS, r"\P{P}", r"\pLx[\P{Po}]"])
+def test_what_is_mended_stays_as_it_is(pattern: str) -> None:
+    assert mended_pattern(mended_pattern(pattern)) == mended_pattern(pattern)
+
+
+def test_a_class_by_its_property_is_mended_too(tokenizer: LLTokenizer) -> None:
+    for pattern in (r"^\P{P}$", r"^[\P{P}]$", r"^\PP$"):
+        schema = mended({"type": "string", "pattern": pattern})
+        assert accepts(tokenizer, schema, '"a"')
+        assert not accepts(tokenizer, schema, '"\\""')
+        assert not accepts(tokenizer, schema, '"\\\\"')
+
+
+def test_numbers_close_to_the_excluded_bound_are_there(tokenizer: LLTokenizer) -> None:
+    schema = mended({"type": "number", "exclusiveMinimum": 0, "maximum": 1e-10})
+    assert accepts(tokenizer, schema, "0.0000000001")
+    assert not accepts(tokenizer, schema, "0")
 
 
 def test_names_by_pattern_are_mended_too(tokenizer: LLTokenizer) -> None:
@@ -82,7 +95,7 @@ def test_names_by_pattern_are_mended_too(tokenizer: LLTokenizer) -> None:
     assert not accepts(tokenizer, schema, '{"\\"":1}')
 
 
-def test_classes_within_a_class_are_mended_unread() -> None:
+def test_classes_within_a_class_are_mended_as_one() -> None:
     assert mended_pattern('^[a[^"]]$') == '^[[a[^"]]&&[^\\r]]$'
     assert mended_pattern('[^[:alpha:]"]') == '[[^[:alpha:]"]&&[^\\r]]'
 
@@ -111,7 +124,7 @@ def test_an_excluded_bound_is_excluded(tokenizer: LLTokenizer) -> None:
         {"type": ["null", "integer"], "exclusiveMinimum": 0, "maximum": 0.5},
         {"type": "number", "exclusiveMinimum": "0", "maximum": 0.5},
         {"type": "number", "exclusiveMinimum": True, "maximum": 1.5},
-        {"type": "number", "exclusiveMinimum": 0, "maximum": 1e-12},
+        {"type": "number", "exclusiveMinimum": 0, "maximum": 0},
         {"pattern": 5, "patternProperties": []},
     ],
 )

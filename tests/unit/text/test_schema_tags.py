@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from time import thread_time
 from typing import Annotated, Any, Literal
 
@@ -150,3 +151,15 @@ def test_branches_that_overlap_are_served_as_any_of_them(union: dict[str, Any]) 
     asked = union | {"$defs": {"N": {"type": "number"}, "I": {"type": "integer"}}}
     assert takes(asked, "5")
     assert not takes(asked, '"')
+
+
+def test_a_list_that_is_referred_to_is_not_looked_through_each_time() -> None:
+    union = {"discriminator": {"propertyName": "t"}, "anyOf": [{"$ref": "#/x"}]}
+    root = union | {"x": [*[0] * 100_000, *({"$ref": "#/x"} for _ in range(100))]}
+    tracemalloc.start()
+    try:
+        assert missing_tags(root) == {}
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < 2**20, "a copy of the list has nearly as much"

@@ -1,0 +1,54 @@
+"""Parameters of calls that are forced: what is looked into is bounded first, and read as in any other schema."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import Any
+
+import pytest
+
+from jdisagg.api.generation.sampling_bounds import MAX_GRAMMAR_BYTES
+from jdisagg.api.http import forced_calls
+from jdisagg.api.http.body import Body
+from jdisagg.api.http.forced_calls import with_forced
+from jdisagg.core.errors import InvalidRequest
+from jdisagg.core.requests import Grammar, SamplingParams
+from tests.unit.text.grammar_rig import advanced, demo_grammars, demo_tokenizer
+
+QUOTED = {"type": "object", "properties": {"a": {"type": "string", "pattern": '^[^"]+$'}}, "required": ["a"]}
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
+def forced(choice: Any, *parameters: Any) -> Grammar:
+    names = "fgh"
+    tools = [{"function": {"name": names[number], "parameters": one}} for number, one in enumerate(parameters)]
+    grammar = with_forced(SamplingParams(), Body({"tools": tools, "tool_choice": choice})).grammar
+    assert grammar is not None
+    return grammar
+
+
+@pytest.mark.parametrize(("choice", "head"), [(NAMED, ""), ("required", '[{"name":"f","parameters":')])
+def test_a_pattern_of_a_forced_call_keeps_out_the_quotes_that_it_excludes(choice: Any, head: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        grammar = forced(choice, QUOTED)
+        for text, error in (('{"a":"b', False), ('{"a":"\\"', True)):
+            token_ids = demo_tokenizer().encode(head + text, add_special_tokens=False)
+            assert bool(advanced(demo_grammars(), grammar, token_ids).error) is error, text
+
+
+@pytest.mark.parametrize("choice", [NAMED, "required"])
+def test_parameters_that_are_too_long_are_not_looked_into(choice: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forced_calls, "readable", None)
+    with pytest.raises(InvalidRequest, match=f"^tools: .*at most {MAX_GRAMMAR_BYTES} bytes; shorten it") as refused:
+        forced(choice, {"x": [0] * MAX_GRAMMAR_BYTES})
+    assert refused.value.field == "tools"
+
+
+def test_of_all_functions_parameters_may_have_as_much_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = {"type": "object", "description": "d" * (MAX_GRAMMAR_BYTES // 2)}
+    assert len(json.loads(forced(NAMED, half, half).text)["description"]) == MAX_GRAMMAR_BYTES // 2
+    monkeypatch.setattr(forced_calls, "readable", None)
+    with pytest.raises(InvalidRequest, match=r"^tools: their parameters"):
+        forced("required", half, half)
