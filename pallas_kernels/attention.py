@@ -221,7 +221,7 @@ def _only(rows: Rows, chosen: jax.Array) -> Rows:
 def _without_gaps(out: jax.Array, rows: Rows, instead: jax.Array | None) -> jax.Array:
     """`out` with what belongs to no row replaced by `instead` (zeros)."""
     index = jnp.arange(out.shape[0])
-    row = jnp.searchsorted(lax.cummax(rows.stops), index, side="right")
+    row = jnp.searchsorted(lax.cummax(rows.stops), index, side="right", method="compare_all")
     row = jnp.minimum(row, rows.starts.shape[0] - 1)
     mine = (index >= rows.starts[row]) & (index < rows.stops[row])
     return jnp.where(mine[:, None, None], out, jnp.zeros((), out.dtype) if instead is None else instead)

@@ -16,6 +16,21 @@ _FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTIO
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reached:
+    """What steps of ours reached on one kind of device, fitted to measurements of whole models."""
+
+    source: str
+    bytes_per_s: float
+    flops_per_s: float
+    layer_s: float  # of a decode step that one layer takes beside its bytes: kernels that begin and end
+    step_s: float  # that a step takes beside its layers
+
+    def expected_s(self, *, num_bytes: float, flops: float, num_layers: int) -> float:
+        """Of a step on one device."""
+        return max(num_bytes / self.bytes_per_s, flops / self.flops_per_s) + num_layers * self.layer_s + self.step_s
+
+
+@dataclass(frozen=True, kw_only=True)
 class Accelerator:
     """One kind of device. Rates are peaks from its maker; None where there is no figure (CPU)."""
 
@@ -31,6 +46,7 @@ class Accelerator:
     link_bytes_per_s: float | None = None
     flops_per_s: Mapping[str, float] = field(default_factory=dict)
     target: str | None = None
+    reached: Reached | None = None  # in bfloat16
 
     @property
     def num_dimensions(self) -> int:
@@ -55,7 +71,11 @@ class Accelerator:
 def read_accelerators() -> dict[str, Accelerator]:
     """All of them by name."""
     tables: dict[str, Any] = tomllib.loads(_data("accelerators.toml"))
-    return {name: Accelerator(name=name, **values) for name, values in tables.items()}
+    return {name: _accelerator(name, **values) for name, values in tables.items()}
+
+
+def _accelerator(name: str, *, reached: Mapping[str, Any] | None = None, **values: Any) -> Accelerator:
+    return Accelerator(name=name, reached=None if reached is None else Reached(**reached), **values)
 
 
 def _data(name: str) -> str:

@@ -19,6 +19,10 @@ _RULE = (
         "at best",
         "each weight and each row's KV read once, over the device's peak rates; nothing is faster, real steps are slower",
     ),
+    (
+        "expected",
+        "what steps of bfloat16 models took on such devices: rates that were reached, and time for each layer and step",
+    ),
     ("links", "two all-reduces a layer around a ring; added, since nothing hides them"),
 )
 

@@ -1,4 +1,5 @@
-"""Step times that no implementation can beat: bytes over bandwidth, products over peak rate, and the collectives' bytes.
+"""Step times that no implementation can beat: bytes over bandwidth, products over peak rate, and the collectives' bytes. And,
+for kinds of devices on which steps were measured, the times to expect.
 
 Per device, dividing by the mesh what is cut over it. Memory and arithmetic overlap, so the longer one counts (Williams,
 Waterman and Patterson, 2009); collectives are added, as a ring moves them. Assumed: every weight is read once a step, the KV
@@ -51,6 +52,7 @@ class StepTime:
     step_s: float
     tokens_per_s: float
     bound_by: str
+    expected_s: float | None = None  # where the device was measured, in bfloat16
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,14 @@ class Roofline:
             step_s=step_s,
             tokens_per_s=work.tokens / step_s,
             bound_by=max(times, key=lambda kind: times[kind]),
+            expected_s=self._expected_s(num_bytes, flops, times["interconnect"]),
         )
+
+    def _expected_s(self, num_bytes: float, flops: float, sent_s: float) -> float | None:
+        reached = self.accelerator.reached
+        if reached is None or self.form.dtype != "bfloat16":
+            return None
+        return sent_s + reached.expected_s(num_bytes=num_bytes, flops=flops, num_layers=self.form.spec.num_layers)
 
     def _bytes(self, work: Workload) -> float:
         per_token = self.layout.bytes_per_page / self.layout.page_size / self.layout.num_shards / self.form.spec.num_layers

@@ -119,6 +119,7 @@ def _remarks(engine: EngineReport) -> Iterator[str]:
 
 def _times(times: Sequence[StepTime]) -> list[list[str]]:
     rows = [["at best", "context", "GB", "GFLOP", "memory ms", "arith. ms", "links ms", "step ms", "tokens/s", "bound by"]]
+    rows[0] += ["expected ms"] * any(time.expected_s for time in times)
     for time in times:
         work = time.workload
         rows.append(
@@ -130,6 +131,7 @@ def _times(times: Sequence[StepTime]) -> list[list[str]]:
                 *(f"{1e3 * each:.2f}" for each in (time.memory_s, time.arithmetic_s, time.interconnect_s, time.step_s)),
                 f"{time.tokens_per_s:,.0f}",
                 time.bound_by,
+                *([] if time.expected_s is None else [f"{1e3 * time.expected_s:.2f}"]),
             ]
         )
     return rows

@@ -7,6 +7,7 @@ at the threshold those with the lowest ids stay, so exactly k tokens survive top
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -54,13 +55,21 @@ def _ordered(x: jax.Array) -> jax.Array:
 
 
 def _largest(holds: Callable[[jax.Array], jax.Array], shape: tuple[int, ...]) -> jax.Array:
-    """The largest u32 per row for which `holds`, which is true at 0 and monotone."""
+    """The largest u32 per row for which `holds`, which is true at 0 and monotone.
+
+    Unrolled on a GPU: XLA leads loops, and conditions around them, from the host, which then waits for the step; conditions
+    alone become part of a CUDA graph.
+    """
 
     def step(index: jax.Array, best: jax.Array) -> jax.Array:
         candidate = best | (jnp.uint32(1 << 31) >> index.astype(jnp.uint32))
         return jnp.where(holds(candidate), candidate, best)
 
-    return lax.fori_loop(0, 32, step, jnp.zeros(shape, jnp.uint32))
+    def search(start: jax.Array, *, unroll: bool) -> jax.Array:
+        return lax.fori_loop(0, 32, step, start, unroll=unroll)
+
+    start = jnp.zeros(shape, jnp.uint32)
+    return lax.platform_dependent(start, cuda=partial(search, unroll=True), default=partial(search, unroll=False))
 
 
 def _first(ties: jax.Array, count: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ import                  (kv of a group, piece, where) -> kv of the group       k
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdisagg.engine import state as slots
+from jdisagg.engine.compile_options import step_options
 from jdisagg.engine.model import DecoderModel
 from jdisagg.engine.moves import scatter_tokens
 from jdisagg.engine.steps import StepFunctions
@@ -28,8 +30,12 @@ def jit_functions(model: DecoderModel, layout: KVLayout, mesh: Mesh) -> dict[str
     whole, kv, pieces = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, layout.partition), layout.piece_sharding(mesh)
     steps = StepFunctions(model, layout.page_size, whole)
     # Where they are said to lie, host arrays go along with the call: a device_put before it costs four times as much.
-    step = partial(jax.jit, donate_argnums=(1, 2), in_shardings=(None, None, None, whole), out_shardings=((kv,), whole, whole))
+    placed: dict[str, Any] = {"in_shardings": (None, None, None, whole), "out_shardings": ((kv,), whole, whole)}
+    platform = mesh.devices.flat[0].platform
     update = partial(jax.jit, donate_argnums=0, in_shardings=(None, whole), out_shardings=whole)
+
+    def step(name: str, function: Callable[..., Any]) -> Any:
+        return jax.jit(function, donate_argnums=(1, 2), compiler_options=step_options(name, platform), **placed)
 
     def gather(cache: KVGroup, where: jax.Array) -> KVGroup:
         return layout.gather_tokens(mesh, cache, where[0], where[1])
@@ -38,9 +44,9 @@ def jit_functions(model: DecoderModel, layout: KVLayout, mesh: Mesh) -> dict[str
         return scatter_tokens(layout, mesh, cache, piece, where)
 
     return {
-        "prefill": step(steps.prefill),
-        "decode": step(steps.decode),
-        "exact": step(steps.exact),
+        "prefill": step("prefill", steps.prefill),
+        "decode": step("decode", steps.decode),
+        "exact": step("exact", steps.exact),
         "admit": update(slots.admit),
         "append": update(slots.append_pages),
         "history": update(slots.add_history, in_shardings=(None, whole, whole)),

@@ -68,9 +68,27 @@ def score(logits: jax.Array, chosen: jax.Array) -> Logprobs:
     logits hold NaN or +inf."""
     total = jax.nn.logsumexp(logits, axis=-1)
     total = jnp.where(total < jnp.inf, total, jnp.nan)
-    top, top_ids = lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[-1]))
+    top, top_ids = lax.platform_dependent(logits, cuda=_best, default=_sorted)
     picked = jnp.take_along_axis(logits, chosen[:, None], axis=-1)[:, 0]
     return Logprobs(chosen=picked - total, top_ids=top_ids.astype(jnp.int32), top=top - total[:, None])
+
+
+def _sorted(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    top, top_ids = lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[-1]))
+    return top, top_ids
+
+
+def _best(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The same, one after the other: XLA:GPU sorts the vocabulary instead, in a call that no CUDA graph can hold, so that the
+    host would wait for every step, wanted or not (see `filters`)."""
+    ids, free, found = lax.broadcasted_iota(jnp.int32, logits.shape, 1), jnp.ones(logits.shape, bool), []
+    for _ in range(min(MAX_LOGPROBS, logits.shape[-1])):
+        largest = jnp.where(free, logits, -jnp.inf).max(axis=-1, keepdims=True)
+        chosen = jnp.where(free & (logits == largest), ids, logits.shape[-1] - 1).min(axis=-1, keepdims=True)
+        free &= ids != chosen
+        found.append((largest, chosen))
+    top, top_ids = zip(*found, strict=True)
+    return jnp.concatenate(top, axis=1), jnp.concatenate(top_ids, axis=1)
 
 
 def score_if(wanted: jax.Array, logits: jax.Array, chosen: jax.Array) -> Logprobs:

@@ -34,7 +34,7 @@ from jdisagg.transfer.sums import SumKind, sum_on_host
 from jdisagg.transfer.target import PieceError, PieceTarget, announce
 
 NAME = "jax"
-PULLS_AHEAD = 1
+PULLS_AHEAD = 3  # with the one that is waited for, as many as P offers at a time
 VERSION = f"{jax.__version__}, format 3"  # unlike ones do not pair over this backend
 
 

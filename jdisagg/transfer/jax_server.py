@@ -41,10 +41,10 @@ import jax
 from jdisagg.core.host_names import NO_WAY, own_address_of
 from jdisagg.transfer.target import PieceError
 
-NUM_ADDRESSES = 2  # sockets for bytes; equal on all workers of a version
+NUM_ADDRESSES = 4  # sockets for bytes; equal on all workers of a version
 COPY_BYTES = 32 * 2**20  # of one copy on its way, and of an array at most; equal on all workers of a version. A piece of 256
 # tokens of an 8B model: on a CPU it costs 20 % to cut it and join it again
-PARALLEL_COPIES = 2  # for each of which a server has COPY_BYTES of memory once it needed it
+PARALLEL_COPIES = 4  # for each of which a server has COPY_BYTES of memory once it needed it
 OFFER_S = 3600.0  # one that is never pulled is forgotten then; its arrays are freed earlier, by `withdraw`. A pull may wait
 # minutes for its turn on a slow network, for as long as its request has
 CONNECT_TIMEOUT_S = 2.0

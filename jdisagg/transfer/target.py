@@ -22,6 +22,7 @@ from jdisagg.kv.spec import QUANTISED, SCALE_BYTES, SCALES, KVSpec
 from jdisagg.transfer.base import Piece
 from jdisagg.transfer.buffers import aligned, aligned_empty
 from jdisagg.transfer.convert import NP_DTYPES, convert
+from jdisagg.transfer.host_copy import on_host
 
 
 class PieceError(Exception):
@@ -129,7 +130,7 @@ def num_bytes_of(piece: Piece) -> int:
 def pack(piece: Piece) -> memoryview:
     """The piece's bytes as they travel, read-only, on CPU the device's own when it is full and has no scales. Waits for the
     device: for transfer threads only."""
-    tokens = (np.asarray(array)[:, : piece.end - piece.begin] for array in piece.arrays)
+    tokens = (on_host(array)[:, : piece.end - piece.begin] for array in piece.arrays)
     parts = [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in tokens]
     return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
 

@@ -95,7 +95,7 @@ def _ask(setting: Setting, topology: str, flags: tuple[str, ...]) -> Word:
         num_pages=budget["num_pages"],
         pool_bytes=budget["pool_bytes"],
         weights_bytes=budget["weights_bytes"],
-        decode_s=None if first is None else first["step_s"],
+        decode_s=None if first is None else first["expected_s"] or first["step_s"],
         context=0 if first is None else first["workload"]["context"],
     )
 

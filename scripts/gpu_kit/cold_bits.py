@@ -1,7 +1,7 @@
 """A process that computes what the exact step is made of, and prints a digest of the bits: `python -m gpu_kit.cold_bits`.
 
 Compilers for accelerators choose kernels by trying them out. Two processes may choose differently, and then equal inputs
-give unlike bits.
+give unlike bits, were it not for the options of the exact step, which are used here.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gpu_kit.ending import end_with_parent
+from jdisagg.engine.compile_options import step_options
 
 ROWS = 16  # of the exact step
 FULL, SMALL = (4096, 14336), (64, 96)  # width and inner width of a layer
@@ -35,7 +36,10 @@ def main() -> int:
         hidden = jnp.dot(x, up, preferred_element_type=jnp.float32)
         return jnp.dot(jax.nn.silu(hidden).astype(x.dtype), down, preferred_element_type=jnp.float32)
 
-    print(hashlib.sha256(np.asarray(jax.jit(block)(x, up, down)).tobytes()).hexdigest()[:16], flush=True)
+    options = step_options("exact", jax.devices()[0].platform)
+    print(
+        hashlib.sha256(np.asarray(jax.jit(block, compiler_options=options)(x, up, down)).tobytes()).hexdigest()[:16], flush=True
+    )
     return 0
 
 
