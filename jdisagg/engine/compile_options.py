@@ -11,8 +11,8 @@ GPU_PLATFORMS = ("gpu", "cuda")
 # read faster joined, by one kernel instead of two. For a prompt's rows cuBLAS would want the weights copied.
 _DECODE: Mapping[str, int | bool] = MappingProxyType({"xla_gpu_dot_merger_threshold_mb": 1024})
 
-# By default XLA tries kernels out and takes the one that was faster this time, so that two workers may compute unlike bits (seen
-# on an H200: two cold compilations of one layer). Untried, cuBLAS chooses by shapes and device alone.
+# By default XLA tries kernels out and takes what was fastest this time, so that two workers may compute unlike bits (seen on an
+# H200: two cold compilations of one layer). Untried, cuBLAS chooses by shapes and device alone.
 _EXACT: Mapping[str, int | bool] = MappingProxyType(
     {
         "xla_gpu_autotune_level": 0,
