@@ -7,7 +7,6 @@ at the threshold those with the lowest ids stay, so exactly k tokens survive top
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -55,21 +54,26 @@ def _ordered(x: jax.Array) -> jax.Array:
 
 
 def _largest(holds: Callable[[jax.Array], jax.Array], shape: tuple[int, ...]) -> jax.Array:
-    """The largest u32 per row for which `holds`, which is true at 0 and monotone.
+    """The largest u32 per row for which `holds`, which is true at 0 and monotone; bit by bit, or on a GPU by two.
 
-    Unrolled on a GPU: XLA leads loops, and conditions around them, from the host, which then waits for the step; conditions
-    alone become part of a CUDA graph.
+    A GPU is better off without the loop: XLA leads one, and conditions around it, from the host, which then waits for the
+    step; conditions alone become part of a CUDA graph. That costs the host time for each of its kernels, run or not: hence two.
     """
 
     def step(index: jax.Array, best: jax.Array) -> jax.Array:
         candidate = best | (jnp.uint32(1 << 31) >> index.astype(jnp.uint32))
         return jnp.where(holds(candidate), candidate, best)
 
-    def search(start: jax.Array, *, unroll: bool) -> jax.Array:
-        return lax.fori_loop(0, 32, step, start, unroll=unroll)
+    def looped(start: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, 32, step, start)
 
-    start = jnp.zeros(shape, jnp.uint32)
-    return lax.platform_dependent(start, cuda=partial(search, unroll=True), default=partial(search, unroll=False))
+    def unrolled(best: jax.Array) -> jax.Array:
+        for shift in range(30, -1, -2):
+            candidates = best[:, None] | (jnp.arange(1, 4, dtype=jnp.uint32) << shift)[None, :]
+            best |= jax.vmap(holds, 1, 1)(candidates).sum(axis=1, dtype=jnp.uint32) << shift
+        return best
+
+    return lax.platform_dependent(jnp.zeros(shape, jnp.uint32), cuda=unrolled, default=looped)
 
 
 def _first(ties: jax.Array, count: jax.Array) -> jax.Array:

@@ -81,14 +81,12 @@ def _sorted(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _best(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The same, one after the other: XLA:GPU sorts the vocabulary instead, in a call that no CUDA graph can hold, so that the
     host would wait for every step, wanted or not (see `filters`)."""
-    ids, free, found = lax.broadcasted_iota(jnp.int32, logits.shape, 1), jnp.ones(logits.shape, bool), []
+    left, found = jnp.maximum(logits, jnp.finfo(jnp.float32).min), []
     for _ in range(min(MAX_LOGPROBS, logits.shape[-1])):
-        largest = jnp.where(free, logits, -jnp.inf).max(axis=-1, keepdims=True)
-        chosen = jnp.where(free & (logits == largest), ids, logits.shape[-1] - 1).min(axis=-1, keepdims=True)
-        free &= ids != chosen
-        found.append((largest, chosen))
-    top, top_ids = zip(*found, strict=True)
-    return jnp.concatenate(top, axis=1), jnp.concatenate(top_ids, axis=1)
+        found.append(jnp.argmax(left, axis=-1, keepdims=True).astype(jnp.int32))
+        left = jnp.where(lax.broadcasted_iota(jnp.int32, logits.shape, 1) == found[-1], -jnp.inf, left)
+    top_ids = jnp.concatenate(found, axis=1)
+    return jnp.take_along_axis(logits, top_ids, axis=1), top_ids
 
 
 def score_if(wanted: jax.Array, logits: jax.Array, chosen: jax.Array) -> Logprobs:
