@@ -11,7 +11,7 @@ from gpu_kit.engine_steps import PAGE_SIZE, StepBench
 from gpu_kit.findings import Findings
 from gpu_kit.roofline import copy_bytes_per_s
 from gpu_kit.setting import Setting
-from gpu_kit.targets import DECODE
+from gpu_kit.targets import DECODE, FORETOLD_8B
 
 TARGET_BATCH, TARGET_CONTEXT = 32, 1024  # measured first, and then told at once: time may run out
 COMPILE_SHARE = 0.7  # of the time there is
@@ -40,32 +40,35 @@ def run(setting: Setting, findings: Findings) -> None:
             if setting.clock.left_s() < (0 if setting.small else LEAST_S):
                 findings.left_out(f"batch {batch}, context {wanted}", "out of time")
                 continue
-            share = _measure(setting, bench, executables[batch], batch, wanted, rate, findings)
+            share, off = _measure(setting, bench, executables[batch], batch, wanted, rate, findings)
             if (batch, wanted) == (TARGET_BATCH, TARGET_CONTEXT):
                 findings.target(DECODE, share)
+                findings.target(FORETOLD_8B, off, "aot does not know what this device reaches")
     if setting.small:
         findings.target(DECODE, None, "no accelerator")
+        findings.target(FORETOLD_8B, None, "no accelerator")
 
 
 def _measure(  # noqa: PLR0917
     setting: Setting, bench: StepBench, executable: Any, batch: int, wanted: int, rate: float, findings: Findings
-) -> float:
-    """One row; the share of the roofline that was reached."""
+) -> tuple[float, float | None]:
+    """One row; the share of the roofline that was reached, and how far off aot was."""
     scale = setting.scale
     steps = (scale.repeats + 2) * scale.decode.steps
     context = min(wanted, bench.num_tokens // batch - PAGE_SIZE - steps)
     bench.set_lengths(batch, context, room=steps)
     times = bench.seconds(executable, bench.decode_rows(batch), repeats=scale.repeats, steps=scale.decode.steps)
     bound_s = bench.costs.decode_bytes(batch, context) / rate
-    seconds = statistics.median(times)
+    seconds, foretold_s = statistics.median(times), bench.foretold_s(batch, context)
     findings.row(
         "decode step",
         batch=batch,
         context=context,
         asked=wanted,
         ms=spread(times, ".4g", 1e3),
+        foretold_ms=1e3 * foretold_s if foretold_s else None,
         roofline_ms=1e3 * bound_s,
         share=bound_s / seconds,
         tokens_per_s=batch / seconds,
     )
-    return bound_s / seconds
+    return bound_s / seconds, abs(seconds - foretold_s) / foretold_s if foretold_s else None

@@ -15,7 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gpu_kit.roofline import seconds_each
 from gpu_kit.setting import Setting
-from gpu_kit.shapes import whole_shape
+from gpu_kit.shapes import TOPOLOGIES, whole_shape
+from jdisagg.aot.abstract import ModelForm
+from jdisagg.aot.roofline import Roofline, Workload
+from jdisagg.aot.topology import parse_topology
 from jdisagg.core.config import LayerLoop, ModelConfig
 from jdisagg.engine import state as slots
 from jdisagg.engine.batches import PrefillBatch
@@ -114,6 +117,17 @@ class StepBench:
         done, _ = wait(futures.values(), timeout_s)
         self._threads.shutdown(wait=False, cancel_futures=True)
         return {size: future.result() for size, future in futures.items() if future in done}
+
+    def foretold_s(self, batch: int, context: int) -> float | None:
+        """Of a decode step, by `jdisagg.aot`; None on devices that were never measured."""
+        topology = TOPOLOGIES.get(jax.devices()[0].device_kind)
+        loaded = self.loaded
+        if topology is None:
+            return None
+        form = ModelForm(spec=loaded.spec, dtype=loaded.dtype, kv_dtype=loaded.kv_dtype, layer_loop=loaded.layer_loop)
+        roofline = Roofline(form, self._mesh, self.layout, parse_topology(topology).accelerator)
+        found = roofline.time(Workload(phase="decode", rows=batch, tokens=batch, context=context))
+        return None if found is None else found.expected_s
 
     def decode_rows(self, batch: int) -> np.ndarray:
         """Slots that advance."""

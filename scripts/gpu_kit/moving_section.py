@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from bench_kit.figures import spread
-from transfer_bench.consumer import connected
+from transfer_bench.bare import RawTcp
+from transfer_bench.consumer import Moved, connected
 from transfer_bench.parts import TOKEN_BYTES, Form
 
 from gpu_kit.findings import Findings
 from gpu_kit.roofline import copy_bytes_per_s, seconds_each
 from gpu_kit.setting import Setting
-from gpu_kit.targets import HANDOFF
+from gpu_kit.targets import HANDOFF, OF_TCP
 from jdisagg.kv.layout import KVLayout, choose_layout
 from jdisagg.kv.spec import KVSpec
 from jdisagg.models.sharding import make_mesh
@@ -24,16 +25,20 @@ BACKENDS = ("jax", "grpc", "shm")  # the one with a target first: time may run o
 WAIT_SHARE = 0.5  # of the time there is, for one answer: of a backend that hangs, the others are still seen
 PAGE_SIZE = 16
 WARM_PIECES = 4
+PLAIN = "plain TCP"
 
 
 def run(setting: Setting, findings: Findings) -> None:
     """See Section."""
     rates: dict[str, float] = {}
+    findings.attempt("a plain TCP socket", partial(_plain, setting, rates, findings))
     for backend in BACKENDS:
         findings.attempt(f"hand-off over {backend}", partial(_between, backend, setting, rates, findings))
         if backend == "jax":
             why = "the backend failed" if backend not in rates else "no accelerator"
             findings.target(HANDOFF, None if setting.small else rates.get(backend), why)
+            known = PLAIN in rates and backend in rates and not setting.small
+            findings.target(OF_TCP, rates[backend] / rates[PLAIN] if known else None, why)
     findings.attempt("gather and scatter", partial(_on_device, setting, findings))
 
 
@@ -66,6 +71,19 @@ def _on_device(setting: Setting, findings: Findings) -> None:
         )
 
 
+def _plain(setting: Setting, rates: dict[str, float], findings: Findings) -> None:
+    """The yardstick: as many bytes over one socket into fresh buffers, from another process."""
+    scale = setting.scale
+    socket = RawTcp(scale.piece_bytes)
+    try:
+        socket.move(WARM_PIECES)
+        _tell(
+            PLAIN, [socket.move(scale.moved_bytes // scale.piece_bytes) for _ in range(scale.repeats)], setting, rates, findings
+        )
+    finally:
+        socket.close()
+
+
 def _between(backend: str, setting: Setting, rates: dict[str, float], findings: Findings) -> None:
     """From Open to the last piece confirmed on D's device, over a real hand-off stream."""
     scale = setting.scale
@@ -75,7 +93,14 @@ def _between(backend: str, setting: Setting, rates: dict[str, float], findings: 
         consumer.move(WARM_PIECES)
         moved = [consumer.move(count) for _ in range(scale.repeats)]
         first_ms = sorted(1e3 * consumer.first_chunk_s() for _ in range(10 * scale.repeats))
-    rate = [one.num_bytes / one.seconds for one in moved]
+    _tell(backend, moved, setting, rates, findings, open_to_announcement_ms=first_ms[len(first_ms) // 2])
+
+
+def _tell(
+    backend: str, moved: list[Moved], setting: Setting, rates: dict[str, float], findings: Findings, **cells: float
+) -> None:
+    """One row."""
+    scale, rate = setting.scale, [one.num_bytes / one.seconds for one in moved]
     cpu = statistics.median((one.cpu_p_s + one.cpu_d_s) / one.num_bytes for one in moved)
     rates[backend] = statistics.median(rate) / 1e9
     findings.row(
@@ -85,5 +110,5 @@ def _between(backend: str, setting: Setting, rates: dict[str, float], findings: 
         piece_mib=scale.piece_bytes // 2**20,
         gb_per_s=spread(rate, ".4g", 1e-9),
         cpu_s_per_gb=1e9 * cpu,
-        open_to_announcement_ms=first_ms[len(first_ms) // 2],
+        **cells,
     )

@@ -5,20 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpu_kit.findings import Target
-from gpu_kit.targets import BATCHED, DECODE, FORETOLD_BYTES, FORETOLD_TIME, HANDOFF, PREFILL
+from gpu_kit.targets import BATCHED, DECODE, FORETOLD_8B, FORETOLD_BYTES, FORETOLD_TIME, HANDOFF, OF_TCP, PREFILL
 
 TOTAL_S = 545.0  # of all sections together, so that who grants 560 s gets a whole report; the budgets add up to a tenth more
 KERNELS = ("jax", "flax")
-STEP = (*KERNELS, "safetensors", "orbax.checkpoint", "tensorstore", "huggingface_hub", "tokenizers", "xxhash")
+STEP = (*KERNELS, "safetensors", "orbax.checkpoint", "tensorstore", "huggingface_hub", "tokenizers", "xxhash", "uvloop")
 SERVER = (
     *STEP,
     *("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google.rpc", "google.protobuf", "starlette", "uvicorn"),
-    *("uvloop", "httptools", "prometheus_client", "jinja2", "llguidance"),
+    *("httptools", "prometheus_client", "jinja2", "llguidance"),
 )
 BATCH = (*SERVER, "httpx", "tqdm")
 WIRE = ("jax", "grpc", "grpc_status", "google.rpc", "google.protobuf", "xxhash")
 MOVING = (*WIRE, "flax", "tokenizers", "llguidance")
-AOT = (*STEP, "uvloop")
 DISTRIBUTIONS = {  # where a module and what brings it differ in name
     "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking",
@@ -59,16 +58,18 @@ SECTIONS = (
     Section("hazards", "gpu_kit.hazard_section", "what is known to kill, corrupt or hang, tried here", 25, WIRE),
     Section(
         *("moving", "gpu_kit.moving_section", "gather, scatter and the hand-off between two processes, GB/s", 50, MOVING),
-        targets=(HANDOFF,),
+        targets=(HANDOFF, OF_TCP),
     ),
-    Section("decode", "gpu_kit.decode_section", "decode step against the memory roofline", 50, STEP, targets=(DECODE,)),
+    Section(
+        "decode", "gpu_kit.decode_section", "decode step against the memory roofline", 50, STEP, targets=(DECODE, FORETOLD_8B)
+    ),
     Section("prefill", "gpu_kit.prefill_section", "prefill step against the matmul rate", 35, STEP, targets=(PREFILL,)),
     Section(
         *("batch", "gpu_kit.batch_section", "jdisagg.batch beside transformers' continuous batching", 90, BATCH),
         targets=(BATCHED,),
     ),
     Section(
-        *("aot", "gpu_kit.aot_section", "what jdisagg.aot foretells, tried", 30, AOT),
+        *("aot", "gpu_kit.aot_section", "what jdisagg.aot foretells, tried", 30, STEP),
         targets=(FORETOLD_BYTES, FORETOLD_TIME),
     ),
 )

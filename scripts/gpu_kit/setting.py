@@ -57,7 +57,7 @@ FULL = Scale(
     ttft_prompts=(1024, 4096),
     copy_bytes=2**31,
     matmul_size=8192,
-    piece_bytes=16 * 2**20,
+    piece_bytes=32 * 2**20,  # a chunk of 256 tokens of Llama 3 8B
     moved_bytes=2**30,
     gathered_tokens=4096,
     decode=DecodeScale(batches=(32, 8, 128, 1), contexts=(1024, 8192), steps=10),

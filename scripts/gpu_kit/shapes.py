@@ -18,6 +18,8 @@ EIGHT_B = {
     "tie_word_embeddings": False,  # tied random weights just repeat the last token
 }
 EIGHT_B_LAYERS, EIGHT_B_VOCAB = 32, 128256
+# what jdisagg.aot calls them, by device kind
+TOPOLOGIES = {"NVIDIA H100 80GB HBM3": "h100:1", "NVIDIA H200": "h200:1", "cpu": "cpu:1"}
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 96,
