@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gpu_kit.findings import Target
 from gpu_kit.targets import BATCHED, DECODE, FORETOLD_8B, FORETOLD_BYTES, FORETOLD_TIME, HANDOFF, OF_TCP, PREFILL
 
-TOTAL_S = 545.0  # of all sections together, so that who grants 560 s gets a whole report; the budgets add up to a tenth more
+TOTAL_S = 545.0  # of all sections together, so that who grants 560 s gets a whole report; the budgets add up to a seventh more
 KERNELS = ("jax", "flax")
 STEP = (*KERNELS, "safetensors", "orbax.checkpoint", "tensorstore", "huggingface_hub", "tokenizers", "xxhash", "uvloop")
 SERVER = (
@@ -47,29 +47,29 @@ class Section:
 
 
 SECTIONS = (
-    Section("device", "gpu_kit.device_section", "what jax sees; copy bandwidth and matmul rate", 40, ("jax",)),
-    Section("kernels", "gpu_kit.kernel_section", "every implementation offered here against NumPy float64", 45, KERNELS),
-    Section("unified", "gpu_kit.engine_section", "one engine: reference streams, TTFT, host overhead", 55, SERVER),
+    Section("device", "gpu_kit.device_section", "what jax sees; copy bandwidth and matmul rate", 15, ("jax",)),
+    Section("kernels", "gpu_kit.kernel_section", "every implementation offered here against NumPy float64", 40, KERNELS),
+    Section("unified", "gpu_kit.engine_section", "one engine: reference streams, TTFT, host overhead", 45, SERVER),
     Section("colocated", "gpu_kit.engine_section", "both engines in one process, the same streams", 30, SERVER, "unified"),
-    Section("pair-jax", "gpu_kit.pair_section", PAIR.format("jax"), 40, SERVER, "unified"),
-    Section("pair-grpc", "gpu_kit.pair_section", PAIR.format("grpc"), 40, SERVER, "unified"),
-    Section("pair-shm", "gpu_kit.pair_section", PAIR.format("shm"), 40, SERVER, "unified"),
-    Section("cpu-decode", "gpu_kit.cpu_decode_section", "prefill on the accelerator, decode in a CPU process", 30, SERVER),
-    Section("hazards", "gpu_kit.hazard_section", "what is known to kill, corrupt or hang, tried here", 25, WIRE),
+    Section("pair-jax", "gpu_kit.pair_section", PAIR.format("jax"), 35, SERVER, "unified"),
+    Section("pair-grpc", "gpu_kit.pair_section", PAIR.format("grpc"), 35, SERVER, "unified"),
+    Section("pair-shm", "gpu_kit.pair_section", PAIR.format("shm"), 35, SERVER, "unified"),
+    Section("cpu-decode", "gpu_kit.cpu_decode_section", "prefill on the accelerator, decode in a CPU process", 35, SERVER),
+    Section("hazards", "gpu_kit.hazard_section", "what is known to kill, corrupt or hang, tried here", 20, WIRE),
     Section(
         *("moving", "gpu_kit.moving_section", "gather, scatter and the hand-off between two processes, GB/s", 50, MOVING),
         targets=(HANDOFF, OF_TCP),
     ),
     Section(
-        "decode", "gpu_kit.decode_section", "decode step against the memory roofline", 50, STEP, targets=(DECODE, FORETOLD_8B)
+        "decode", "gpu_kit.decode_section", "decode step against the memory roofline", 65, STEP, targets=(DECODE, FORETOLD_8B)
     ),
-    Section("prefill", "gpu_kit.prefill_section", "prefill step against the matmul rate", 35, STEP, targets=(PREFILL,)),
+    Section("prefill", "gpu_kit.prefill_section", "prefill step against the matmul rate", 45, STEP, targets=(PREFILL,)),
     Section(
-        *("batch", "gpu_kit.batch_section", "jdisagg.batch beside transformers' continuous batching", 90, BATCH),
+        *("batch", "gpu_kit.batch_section", "jdisagg.batch beside transformers' continuous batching", 130, BATCH),
         targets=(BATCHED,),
     ),
     Section(
-        *("aot", "gpu_kit.aot_section", "what jdisagg.aot foretells, tried", 30, STEP),
+        *("aot", "gpu_kit.aot_section", "what jdisagg.aot foretells, tried", 40, STEP),
         targets=(FORETOLD_BYTES, FORETOLD_TIME),
     ),
 )
