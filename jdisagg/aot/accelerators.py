@@ -19,7 +19,6 @@ _FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTIO
 class Reached:
     """What steps of ours reached on one kind of device, fitted to measurements of whole models."""
 
-    source: str
     bytes_per_s: float
     flops_per_s: float
     layer_s: float  # of a decode step that one layer takes beside its bytes: kernels that begin and end

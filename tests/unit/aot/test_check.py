@@ -195,12 +195,9 @@ def test_pages_that_exact_cannot_take_are_a_problem_with_those_that_it_can() -> 
 
 
 def test_a_step_is_bound_by_the_slowest_of_memory_arithmetic_and_links() -> None:
-    spec = ModelSpec.from_config(read_model_config(str(MODELS / "llama3-8b.json")))
-    form = ModelForm(spec=spec, dtype="bfloat16", kv_dtype="bfloat16", layer_loop=LayerLoop.UNROLLED)
-    mesh, h200 = planned_mesh("cuda", 1), read_accelerators()["h200"]
-    of_8b = Roofline(form, mesh, form.layout(mesh, 16), h200)
-    assert form.num_params == 8_030_261_248
-    decode = of_8b.time(Workload(phase="decode", rows=32, tokens=32, context=1024))
+    roofline = of_8b("h200")
+    assert roofline.form.num_params == 8_030_261_248
+    decode = roofline.time(Workload(phase="decode", rows=32, tokens=32, context=1024))
     assert decode is not None
     read = 2 * (8_030_261_248 - 128256 * 4096)  # all weights but the embedding's other rows
     kv = 32 * (1024 + 1) * 131072  # 128 KiB a token, one of them written
@@ -208,7 +205,7 @@ def test_a_step_is_bound_by_the_slowest_of_memory_arithmetic_and_links() -> None
     assert decode.flops == 32 * read + 4 * 32 * 1024 * 32 * 4096
     assert (decode.bound_by, decode.interconnect_s) == ("memory", 0.0)
     assert decode.step_s == pytest.approx(decode.num_bytes / 4.8e12)
-    prefill = of_8b.time(Workload(phase="prefill", rows=1, tokens=4096, context=4096))
+    prefill = roofline.time(Workload(phase="prefill", rows=1, tokens=4096, context=4096))
     assert prefill is not None
     assert prefill.bound_by == "arithmetic"
 
@@ -228,3 +225,40 @@ def test_what_limits_decode_is_told_however_few_rows_a_step_has(numerics: Numeri
     )
     (engine,) = said_of("llama3-8b", "h200:1", config).engines
     assert "decode: memory bandwidth" in engine.limits
+
+
+@pytest.mark.parametrize(
+    ("phase", "rows", "tokens", "context", "measured_ms"),  # of gpu_check's sections `decode` and `prefill` on an H200
+    [
+        ("decode", 8, 8, 1024, 5.11),
+        ("decode", 8, 8, 8192, 7.104),
+        ("decode", 32, 32, 1024, 6.312),
+        ("decode", 32, 32, 8192, 13.68),
+        ("decode", 128, 128, 1024, 11.12),
+        ("decode", 128, 128, 6791, 32.49),
+        ("prefill", 1, 512, 512, 16.81),
+        ("prefill", 1, 2048, 2048, 57.5),
+        ("prefill", 1, 4096, 4096, 118.0),
+        ("prefill", 1, 8192, 8192, 269.8),
+    ],
+)
+def test_steps_that_were_measured_are_foretold_within_a_quarter(
+    phase: str, rows: int, tokens: int, context: int, measured_ms: float
+) -> None:
+    time = of_8b("h200").time(Workload(phase=phase, rows=rows, tokens=tokens, context=context))
+    assert time is not None
+    assert time.expected_s == pytest.approx(measured_ms / 1e3, rel=0.25)
+    assert time.expected_s > time.step_s, "nothing is faster than the bound"
+
+
+def test_nothing_is_expected_of_devices_that_were_never_measured() -> None:
+    time = of_8b("h100").time(Workload(phase="decode", rows=8, tokens=8, context=1024))
+    assert time is not None
+    assert time.expected_s is None
+
+
+def of_8b(accelerator: str) -> Roofline:
+    spec = ModelSpec.from_config(read_model_config(str(MODELS / "llama3-8b.json")))
+    form = ModelForm(spec=spec, dtype="bfloat16", kv_dtype="bfloat16", layer_loop=LayerLoop.UNROLLED)
+    mesh = planned_mesh("cuda", 1)
+    return Roofline(form, mesh, form.layout(mesh, 16), read_accelerators()[accelerator])
