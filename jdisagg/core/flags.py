@@ -125,7 +125,7 @@ _TRANSFER = (
     Flag(
         "transfer",
         "kv_transfer_backend",
-        "what moves KV; auto = shm on one host, else tcp, else grpc, which every choice falls back to; "
+        "what moves KV; auto = jax on H200s, else shm on one host, else tcp, else grpc, which every choice falls back to; "
         "within a colocated process always device_put",
         choices=(*_OVER_A_WIRE, "device_put"),
         role_choices=(
