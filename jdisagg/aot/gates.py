@@ -2,7 +2,7 @@
 
     cache and state fully in place, temporaries below 5 % of the cache, no copy of the cache, no copy of a weight
 
-A small model of two layers, with a cache of 512 MiB on each device: small caches hide copies, and what activations need does
+A small model of two layers, with a cache of 512 MiB on each device or more: small caches hide copies, and what activations need does
 not grow with it.
 """
 
@@ -31,6 +31,7 @@ HEAD_DIMS = (64, 128)
 ALL_STEPS = ("prefill", "decode", "exact", "export", "import")
 CACHE_BYTES = 512 * MIB  # on each device
 _TPU_INT8_CACHE_BYTES = 6144 * MIB  # its scales, a 33rd of it, shall not fit into VMEM, where XLA would take them
+_GPU_CACHE_BYTES = 1024 * MIB  # cuBLAS, which multiplies in the exact step, has 32 MiB to work in, whatever the sizes
 MOST_TEMP = 0.05  # of the cache
 _PAGE_SIZE = 16
 _TPU_INT8_PAGE_SIZE = 128  # the scales of a page fill the lanes; smaller ones are left to plain XLA
@@ -56,11 +57,17 @@ class Case:
     @property
     def cache_bytes(self) -> int:
         """On each device."""
+        if self._platform == "cuda":
+            return _GPU_CACHE_BYTES
         return _TPU_INT8_CACHE_BYTES if self._int8_on_tpu else CACHE_BYTES
 
     @property
     def _int8_on_tpu(self) -> bool:
-        return self.kv_dtype == QUANTISED and parse_topology(self.topology).accelerator.platform == "tpu"
+        return self.kv_dtype == QUANTISED and self._platform == "tpu"
+
+    @property
+    def _platform(self) -> str:
+        return parse_topology(self.topology).accelerator.platform
 
 
 FEW = (
