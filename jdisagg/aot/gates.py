@@ -2,8 +2,8 @@
 
     cache and state fully in place, temporaries below 5 % of the cache, no copy of the cache, no copy of a weight
 
-A small model of two layers, with a cache of 512 MiB on each device or more: small caches hide copies, and what activations need does
-not grow with it.
+A small model of two layers, with a cache of 512 MiB on each device, or more: small caches hide copies, and what activations
+need does not grow with it.
 """
 
 from __future__ import annotations
