@@ -42,10 +42,16 @@ def test_the_rule_keeps_to_powers_of_two_that_a_tensor_core_takes_and_to_shared_
 
 
 @pytest.mark.parametrize(("num_rows", "kv_heads"), [(1, 8), (1, 1), (8, 8), (32, 8), (128, 8), (256, 1)])
-def test_decode_has_four_programs_for_each_processor_unless_keys_run_out(num_rows, kv_heads):
+def test_decode_has_four_programs_or_nearly_for_each_processor_unless_keys_run_out(num_rows, kv_heads):
     blocks = gpu_blocks_by_rule(**sizes(decode=True, num_rows=num_rows, kv_heads=kv_heads, max_keys=32768))
-    assert num_rows * kv_heads * blocks.splits >= 4 * 132 or blocks.splits == 128
-    assert num_rows * kv_heads * (blocks.splits - 1) < 4 * 132
+    unsplit = num_rows * kv_heads
+    assert blocks.splits in (1, 128) or abs(unsplit * blocks.splits - 4 * 132) <= unsplit / 2
+    assert unsplit * (blocks.splits - 1) < 4 * 132
+
+
+def test_32_rows_of_8_heads_are_split_in_two():
+    """51 us a layer in three, 45 in two, at 1,024 tokens on an H200."""
+    assert gpu_blocks_by_rule(**sizes(decode=True, num_rows=32, kv_heads=8, max_keys=1536)).splits == 2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
