@@ -14,10 +14,7 @@ import pytest
 
 from jdisagg.core.config import ServerConfig, TransferConfig
 from jdisagg.core.host_names import Address, is_own
-from jdisagg.handoff.messages import HandoffId
 from jdisagg.transfer import jax_receivers, jax_server, lanes
-from jdisagg.transfer.base import PieceArrived
-from jdisagg.transfer.jax_backend import PULLS_AHEAD
 from jdisagg.transfer.jax_server import TransferConnection, TransferServer, TransferServers, Unsupported
 from jdisagg.transfer.target import PieceError
 from tests.unit.transfer.rig import Rig, error_array, piece, tokens, transfer_servers
@@ -271,24 +268,3 @@ def _settled() -> tuple[int, int]:
         if _num_held() != held:
             held, since_s = _num_held(), time.monotonic()
     return held
-
-
-def test_the_next_pieces_arrive_while_one_is_waited_for() -> None:
-    rig = Rig("jax").start()
-    readies = [rig.published(f"k{index}", piece(tokens(5, seed=index))) for index in range(PULLS_AHEAD + 2)]
-    where, _, *rest = readies[0].locator.split(" ")
-    silent = HandoffId("silent", 1)
-    rig.fetch(replace(readies[0], locator=" ".join([where, "abc", *rest])), silent, within_s=120.0)
-    for ready in readies[1:]:
-        rig.fetch(ready, within_s=120.0)
-    assert isinstance(rig.fetcher, lanes.LaneFetcher)
-    queued = list(rig.fetcher._jobs.values())
-    ends_s = time.monotonic() + 60.0
-    while not all(job.begun and job.begun[1].is_through for job in queued[1:-1]):
-        assert time.monotonic() < ends_s, [job.begun for job in queued]
-        time.sleep(0.01)
-    assert queued[-1].begun is None, "more on its way than is kept in memory"
-    rig.fetcher.cancel(silent)
-    outcomes = [rig.event() for _ in readies[1:]]
-    assert [event.ready.key for event in outcomes if isinstance(event, PieceArrived)] == [one.key for one in readies[1:]]
-    rig.close()
