@@ -14,9 +14,10 @@
                of its peers in turn, and wait
     leaks      whatever is never pulled                            `withdraw` frees the arrays, the entry expires by itself
                a server that never reached its peer: its threads   a connection is tried before a server is started for it
-               a pull of an offer that has expired: two sockets    OFFER_S is longer than leases and fetches are
-               P freezes just as D connects, and D gives up: four  nothing helps; a third of such moments does it
-               threads and two sockets of P, for good
+               a pull of an offer that has expired: four sockets   OFFER_S is longer than leases and fetches are
+               P freezes just as D connects, and D gives up: eight nothing helps; a third of such moments does it
+               threads, four sockets and some copies' memory of P,
+               for good
 
 A withdrawn array answers a pull with an error at once. A broken connection never recovers: it is dropped, and the next pull
 makes a new one.
