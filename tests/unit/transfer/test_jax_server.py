@@ -141,7 +141,7 @@ def test_several_pulls_are_on_their_way_and_one_that_is_cancelled_costs_the_othe
 def test_a_deadline_ends_what_is_on_its_way_over_the_same_connection(connection: TransferConnection) -> None:
     late = connection.begin(87654, [spec()], time.monotonic() + 60.0)
     with pytest.raises(PieceError, match="timeout"):
-        pull(connection, 87655, within_s=0.3)
+        pull(connection, 87655, within_s=jax_server._STILL_S + 0.5)
     with pytest.raises(PieceError) as raised:
         connection.end(late, time.monotonic() + 60.0)
     assert raised.value.reason == "connection"
@@ -247,7 +247,7 @@ def test_servers_and_threads_of_both_sides_end_though_nothing_moves_any_more(mon
     before = _settled()
     for number in range(6):
         receive(f"k{number}")
-    busy, of_servers = _num_held(), 6 * 2 * 2 * jax_server.NUM_ADDRESSES
+    busy, of_servers = _num_held(), 6 * 3 * jax_server.NUM_ADDRESSES  # a side has two threads for each
     assert busy[0] >= before[0] + of_servers, f"threads and descriptors {busy}, before {before}: a server on either side"
     after = _settled()
     assert (after[0] - before[0], after[1] - before[1]) <= (1, 2), f"threads and descriptors {after}, before {before}"

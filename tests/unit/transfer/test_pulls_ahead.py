@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import jax
+import numpy as np
 import pytest
 
 from jdisagg.handoff.messages import ChunkReady, HandoffId
@@ -15,7 +17,8 @@ from jdisagg.transfer.base import PieceArrived, PieceFailed
 from jdisagg.transfer.jax_backend import PULLS_AHEAD, jax_fetcher
 from jdisagg.transfer.jax_server import TransferServers
 from jdisagg.transfer.lanes import FetchJob, LaneFetcher
-from tests.unit.transfer.rig import CHUNK_TOKENS, HEADS, TARGET, Rig, joiner, piece, tokens
+from jdisagg.transfer.target import PieceError
+from tests.unit.transfer.rig import CHUNK_TOKENS, HEADS, TARGET, Rig, joiner, piece, tokens, transfer_servers
 
 GONE, SILENT = HandoffId("gone", 1), HandoffId("silent", 1)
 
@@ -138,3 +141,28 @@ def test_a_worker_with_more_sockets_pulls_from_one_with_fewer(monkeypatch: pytes
     rig.fetcher = jax_fetcher(servers, joiner("float32", CHUNK_TOKENS, HEADS), TARGET, rig.events.put)
     assert outcomes(rig, readies) == ["arrived"] * 5
     rig.close()
+
+
+@pytest.mark.parametrize("nothing_came_s", [0.0, 60.0])
+def test_a_request_whose_time_is_up_costs_others_their_pieces_only_where_nothing_comes(
+    nothing_came_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = transfer_servers()
+    server, device = ours.start(), jax.devices()[0]
+    connection = theirs.connect(server.address)
+    sent = [jax.block_until_ready(jax.device_put(np.full(8, 3.0, np.float32), device))]
+    specs = [jax.ShapeDtypeStruct((8,), np.float32, sharding=jax.sharding.SingleDeviceSharding(device))]
+    ends_s = time.monotonic() + 60.0
+    hurried, patient = connection.begin(0xABF, specs, ends_s), connection.begin(0xAC0, specs, ends_s)
+    connection._came_s -= nothing_came_s
+    with pytest.raises(PieceError, match="in time"):
+        connection.end(hurried, time.monotonic() + 0.1)
+    monkeypatch.setattr(jax_server.secrets, "randbits", lambda num: 0xAC0)
+    server.offer(sent)
+    if nothing_came_s:
+        with pytest.raises(PieceError, match="connection"):
+            connection.end(patient, ends_s)
+    else:
+        assert np.asarray(connection.end(patient, ends_s)[0])[0] == 3.0
+    connection.drop()
+    server.withdraw(sent)
