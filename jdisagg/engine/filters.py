@@ -27,7 +27,7 @@ def keep_mask(scores: jax.Array, *, top_k: jax.Array, top_p: jax.Array, min_p: j
 
 
 def _top_k(scores: jax.Array, k: jax.Array) -> jax.Array:
-    keys = _ordered(scores)
+    keys = ordered(scores)
     threshold = _largest(lambda t: (keys >= t[:, None]).sum(axis=-1) >= k, k.shape)[:, None]
     above = keys > threshold
     return above | _first(keys == threshold, k - above.sum(axis=-1))
@@ -35,7 +35,7 @@ def _top_k(scores: jax.Array, k: jax.Array) -> jax.Array:
 
 def _top_p(scores: jax.Array, p: jax.Array) -> jax.Array:
     """The smallest set of most likely tokens whose probability reaches p."""
-    keys = _ordered(scores)
+    keys = ordered(scores)
     mass = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
     wanted = jnp.maximum(p, jnp.finfo(jnp.float32).tiny) * mass.sum(axis=-1)  # of 0, which a tiny p is, no token is enough
     threshold = _largest(lambda t: jnp.where(keys >= t[:, None], mass, 0.0).sum(axis=-1) >= wanted, p.shape)[:, None]
@@ -47,7 +47,7 @@ def _top_p(scores: jax.Array, p: jax.Array) -> jax.Array:
     return jnp.where(p[:, None] < 1.0, above | _first(equal, num_equal), True)
 
 
-def _ordered(x: jax.Array) -> jax.Array:
+def ordered(x: jax.Array) -> jax.Array:
     """u32 keys in the order of the floats; -0.0 counts as 0.0 (adding 0.0 would do so too, but XLA drops that)."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0.0, 0.0, x), jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdisagg.core.requests import MAX_LOGPROBS
-from jdisagg.engine.filters import keep_mask
+from jdisagg.engine.filters import keep_mask, ordered
 from jdisagg.engine.noise import gumbel
 from jdisagg.engine.state import PROMPT_BIT, DecodeState, SamplingRows
 
@@ -81,10 +81,10 @@ def _sorted(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _best(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The same, one after the other: XLA:GPU sorts the vocabulary instead, in a call that no CUDA graph can hold, so that the
     host would wait for every step, wanted or not (see `filters`)."""
-    left, found = jnp.maximum(logits, jnp.finfo(jnp.float32).min), []
+    left, found = ordered(logits), []  # no number's key is 0: not that of -inf either, so none is taken twice
     for _ in range(min(MAX_LOGPROBS, logits.shape[-1])):
         found.append(jnp.argmax(left, axis=-1, keepdims=True).astype(jnp.int32))
-        left = jnp.where(lax.broadcasted_iota(jnp.int32, logits.shape, 1) == found[-1], -jnp.inf, left)
+        left = jnp.where(lax.broadcasted_iota(jnp.int32, logits.shape, 1) == found[-1], jnp.uint32(0), left)
     top_ids = jnp.concatenate(found, axis=1)
     return jnp.take_along_axis(logits, top_ids, axis=1), top_ids
 

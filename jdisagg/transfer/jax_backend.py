@@ -59,6 +59,8 @@ class Locator:
             locator = cls(address, int(uuid, 16), int(parts), int(tokens), SumKind(kind))
         except ValueError as error:
             raise PieceError("device", f"locator is {ready.locator!r}, wanted HOST:PORT uuid parts tokens sums") from error
+        if not 0 <= locator.uuid < 2**64:  # of others jax raises TypeError
+            raise PieceError("device", f"uuid {locator.uuid:x}, wanted 64 bits")
         if locator.num_parts < 1 or target.num_kv_heads % locator.num_parts:
             raise PieceError("device", f"{target.num_kv_heads} heads in {locator.num_parts} parts, wanted a divisor")
         if not ready.end - ready.begin <= locator.num_tokens <= 16 * target.chunk_tokens:
@@ -143,14 +145,17 @@ class _Pulls:
         return connection, connection.begin(locator.uuid, self._specs(job.ready.dtype, locator), job.deadline_s)
 
     def _begin_behind(self, job: FetchJob, connection: TransferConnection) -> None:
-        """Begin to pull what comes next over the same connection. What fails here fails again when its turn has come."""
-        for following in self.behind(job)[:PULLS_AHEAD]:
-            if following.begun is None and not following.cancelled and connection.is_open:
+        """Begin to pull what comes next over the same connection, up to what ends that by connecting to another server. What
+        fails here fails again when its turn has come."""
+        wanted = [following for following in self.behind(job) if following.begun or not following.cancelled]
+        for following in wanted[:PULLS_AHEAD]:
+            if following.begun is None and connection.is_open:
                 with suppress(PieceError):
                     self._target.check(following.ready)
                     locator = Locator.of(following.ready, self._target)
-                    if self._connections.get(job.peer) == (locator.address, connection):
-                        following.begun = self._begin(following, locator)
+                    if self._connections.get(job.peer) != (locator.address, connection):
+                        return
+                    following.begun = self._begin(following, locator)
 
     def _specs(self, dtype: str, locator: Locator) -> list[jax.ShapeDtypeStruct]:
         if dtype not in self._forms:

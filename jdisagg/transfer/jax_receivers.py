@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jdisagg.transfer.jax_server import TransferServer, TransferServers, Unsupported
 from jdisagg.transfer.lanes import IDLE_S
 
-MAX_SERVERS = 64  # of a worker: four threads and three descriptors each
+MAX_SERVERS = 64  # of a worker: eight threads and ten descriptors each
 
 
 class _Used(NamedTuple):

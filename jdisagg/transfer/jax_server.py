@@ -14,9 +14,10 @@
                of its peers in turn, and wait
     leaks      whatever is never pulled                            `withdraw` frees the arrays, the entry expires by itself
                a server that never reached its peer: its threads   a connection is tried before a server is started for it
-               a pull of an offer that has expired: two sockets    OFFER_S is longer than leases and fetches are
-               P freezes just as D connects, and D gives up: four  nothing helps; a third of such moments does it
-               threads and two sockets of P, for good
+               a pull of an offer that has expired: four sockets   OFFER_S is longer than leases and fetches are
+               P freezes just as D connects, and D gives up: eight nothing helps; a third of such moments does it
+               threads, four sockets and some copies' memory of P,
+               for good
 
 A withdrawn array answers a pull with an error at once. A broken connection never recovers: it is dropped, and the next pull
 makes a new one.
@@ -51,6 +52,7 @@ CONNECT_TIMEOUT_S = 2.0
 SHUT_S = 0.2  # a try that failed speaks for the pulls that waited for it meanwhile
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.0001, 0.0005
 _MAX_REMEMBERED = 4096
+_STILL_S = 1.0  # without a piece: then the connection is at fault, else a request that had too little time
 _CANCEL_GRACE_S = 0.25  # a cancelled pull that ends by itself costs no connection
 
 
@@ -152,6 +154,7 @@ class TransferConnection:
         self._connection: Any = None
         self._pulled: deque[int] = deque(maxlen=_MAX_REMEMBERED)
         self._begun: weakref.WeakSet[Pull] = weakref.WeakSet()  # over this connection, and wanted by somebody
+        self._came_s = 0.0  # when something last came, or was first waited for
         self._shut: PieceError | None = None  # how the last try failed
         self._shut_until_s = 0.0
 
@@ -173,6 +176,8 @@ class TransferConnection:
                 self._server = self._start()
                 self._connection = self._server.connect(self._address)
             self._pulled.append(uuid)
+            if not self._begun:
+                self._came_s = monotonic()
             pull = Pull(self._connection.pull(uuid, list(specs)))
         except (RuntimeError, ValueError, OSError) as error:
             self.drop()
@@ -214,7 +219,9 @@ class TransferConnection:
         """
         try:
             self._wait(pull, deadline_s, is_cancelled, meanwhile)
-            return jax.block_until_ready(list(pull.arrays))
+            arrays = jax.block_until_ready(list(pull.arrays))
+            self._came_s = monotonic()
+            return arrays
         except (RuntimeError, ValueError, OSError) as error:
             if "deleted or donated" in str(error):  # withdrawn; the connection is as good as before
                 raise PieceError("unknown_key", f"withdrawn: {error}") from error
@@ -227,17 +234,21 @@ class TransferConnection:
         nap_s, grace_ends_s = _FIRST_NAP_S, None
         while not pull.is_through:
             if monotonic() >= deadline_s:
-                self.drop()
+                if monotonic() - self._came_s >= _STILL_S or not self._others_wait(pull):
+                    self.drop()
                 raise PieceError("timeout", "the pull did not end in time")
             if grace_ends_s is None and is_cancelled():
                 grace_ends_s = monotonic() + _CANCEL_GRACE_S
             if grace_ends_s is not None and monotonic() >= grace_ends_s:
-                if not any(other is not pull and not other.is_through for other in list(self._begun)):
+                if not self._others_wait(pull):
                     self.drop()  # otherwise it would cost others their pieces, and P withdraws it
                 raise PieceError("connection", "cancelled")
             meanwhile()
             sleep(nap_s)
             nap_s = min(1.5 * nap_s, _LONGEST_NAP_S)
+
+    def _others_wait(self, pull: Pull) -> bool:
+        return any(other is not pull and not other.is_through for other in list(self._begun))
 
     def drop(self) -> None:
         """Fail what is on its way; forget the connection, and the server, whose thread may wait for bytes that never come."""

@@ -28,10 +28,11 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def scores() -> jax.Array:
     rng = np.random.default_rng(5)
-    rows = rng.standard_normal((6, VOCAB)).astype(np.float32)
+    rows = rng.standard_normal((7, VOCAB)).astype(np.float32)
     rows[1] = rows[1].round(1)  # many ties
     rows[2, 7:] = -np.inf  # fewer than are asked for
     rows[3] = 0.25
+    rows[6, :290], rows[6, 2:] = -np.inf, np.finfo(np.float32).min  # finite, and hardly more
     return jnp.asarray(rows)
 
 
@@ -40,16 +41,16 @@ def log_probabilities(x: jax.Array) -> sampler.Logprobs:
 
 
 def kept(x: jax.Array) -> jax.Array:
-    top_k = jnp.asarray([3, 20, 5, 7, VOCAB, 1], jnp.int32)
-    top_p = jnp.asarray([0.9, 0.5, 1.0, 0.3, 0.7, 0.1], jnp.float32)
-    return jax.jit(lambda x: filters.keep_mask(x, top_k=top_k, top_p=top_p, min_p=jnp.zeros(6, jnp.float32)))(x)
+    top_k = jnp.asarray([3, 20, 5, 7, VOCAB, 1, 4], jnp.int32)
+    top_p = jnp.asarray([0.9, 0.5, 1.0, 0.3, 0.7, 0.1, 0.9], jnp.float32)
+    return jax.jit(lambda x: filters.keep_mask(x, top_k=top_k, top_p=top_p, min_p=jnp.zeros(7, jnp.float32)))(x)
 
 
 def test_the_best_tokens_are_those_of_a_sort(request: pytest.FixtureRequest) -> None:
     wanted = log_probabilities(scores())
     request.getfixturevalue("on_gpu")
     found = log_probabilities(scores())
-    assert found.top_ids.shape == (6, MAX_LOGPROBS)
+    assert found.top_ids.shape == (7, MAX_LOGPROBS)
     np.testing.assert_array_equal(found.top_ids, wanted.top_ids)
     np.testing.assert_array_equal(found.top, wanted.top)
 
@@ -59,7 +60,7 @@ def test_filters_keep_the_same_tokens_without_a_loop(request: pytest.FixtureRequ
     request.getfixturevalue("on_gpu")
     np.testing.assert_array_equal(kept(scores()), wanted)
     keep = jax.jit(
-        lambda x: filters.keep_mask(x, top_k=jnp.full(6, 3, jnp.int32), top_p=jnp.full(6, 0.5), min_p=jnp.zeros(6, jnp.float32))
+        lambda x: filters.keep_mask(x, top_k=jnp.full(7, 3, jnp.int32), top_p=jnp.full(7, 0.5), min_p=jnp.zeros(7, jnp.float32))
     )
     assert "while" not in keep.lower(scores()).as_text()
 

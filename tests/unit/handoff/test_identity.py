@@ -9,6 +9,7 @@ import pytest
 from jdisagg.core.fingerprint import Parts
 from jdisagg.handoff.identity import PROTOCOL, Agreement, Backend, CacheGroup, Identity, Incompatible, agree
 from jdisagg.kv.spec import KVSpec
+from jdisagg.transfer.jax_server import NUM_ADDRESSES
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=4, features=16, dtype="float32", kind="window", window=64)
 GROUP = CacheGroup(spec=SPEC, page_size=16)
@@ -138,6 +139,7 @@ def test_what_is_converted_and_what_only_tells_may_differ() -> None:
         (replace(JAX, version=""), JAX, True),
         (JAX, replace(JAX, num_transport_addresses=1), False),
         (JAX, replace(JAX, num_transport_addresses=3), True),
+        (replace(JAX, num_transport_addresses=NUM_ADDRESSES), JAX, False),  # of the first versions, which have two
         (JAX, replace(JAX, name="xla"), False),
     ],
 )

@@ -1,0 +1,168 @@
+"""Several pieces on their way over one connection of backend "jax": what becomes of one costs the others nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from jdisagg.handoff.messages import ChunkReady, HandoffId
+from jdisagg.transfer import jax_server
+from jdisagg.transfer.base import PieceArrived, PieceFailed
+from jdisagg.transfer.jax_backend import PULLS_AHEAD, jax_fetcher
+from jdisagg.transfer.jax_server import TransferServers
+from jdisagg.transfer.lanes import FetchJob, LaneFetcher
+from jdisagg.transfer.target import PieceError
+from tests.unit.transfer.rig import CHUNK_TOKENS, HEADS, TARGET, Rig, joiner, piece, tokens, transfer_servers
+
+GONE, SILENT = HandoffId("gone", 1), HandoffId("silent", 1)
+
+
+def published(rig: Rig, num_pieces: int) -> list[ChunkReady]:
+    return [rig.published(f"k{index}", piece(tokens(5, seed=index))) for index in range(num_pieces)]
+
+
+def renamed(ready: ChunkReady, uuid: str) -> ChunkReady:
+    """With another uuid in its locator."""
+    where, _, *rest = ready.locator.split(" ")
+    return replace(ready, locator=" ".join([where, uuid, *rest]))
+
+
+def queued(rig: Rig) -> list[FetchJob]:
+    assert isinstance(rig.fetcher, LaneFetcher)
+    return list(rig.fetcher._jobs.values())
+
+
+def wait_until(holds: Callable[[], object]) -> None:
+    ends_s = time.monotonic() + 60.0
+    while not holds():
+        assert time.monotonic() < ends_s, "it waits for its turn"
+        time.sleep(0.01)
+
+
+def outcomes(rig: Rig, readies: Sequence[ChunkReady]) -> list[str]:
+    """What comes of fetching these, all of them queued before the first begins."""
+    assert isinstance(rig.fetcher, LaneFetcher)
+    gate = threading.Event()
+    rig.fetcher._lane(rig.peer).submit(lambda: gate.wait(30.0) and None)
+    for ready in readies:
+        rig.fetch(ready)
+    gate.set()
+    events = [rig.event() for _ in readies]
+    return [event.reason if isinstance(event, PieceFailed) else "arrived" for event in events]
+
+
+def test_the_next_pieces_arrive_while_one_is_waited_for() -> None:
+    rig = Rig("jax").start()
+    readies = published(rig, PULLS_AHEAD + 2)
+    rig.fetch(renamed(readies[0], "abc"), SILENT, within_s=120.0)
+    for ready in readies[1:]:
+        rig.fetch(ready, within_s=120.0)
+    jobs = queued(rig)
+    wait_until(lambda: all(job.begun and job.begun[1].is_through for job in jobs[1:-1]))
+    assert jobs[-1].begun is None, "more on its way than is kept in memory"
+    rig.fetcher.cancel(SILENT)
+    events = [rig.event() for _ in readies[1:]]
+    assert [event.ready.key for event in events if isinstance(event, PieceArrived)] == [one.key for one in readies[1:]]
+    rig.close()
+
+
+def test_what_was_cancelled_takes_nobodys_place_on_the_way() -> None:
+    rig = Rig("jax").start()
+    readies = published(rig, PULLS_AHEAD + 2)
+    rig.fetch(renamed(readies[0], "abd"), SILENT, within_s=120.0)
+    for ready in readies[1:-1]:
+        rig.fetch(ready, GONE)
+    rig.fetcher.cancel(GONE)
+    rig.fetch(readies[-1], within_s=120.0)
+    job = queued(rig)[-1]
+    wait_until(lambda: job.begun)
+    rig.fetcher.cancel(SILENT)
+    assert isinstance(rig.event(), PieceArrived)
+    rig.close()
+
+
+def test_one_that_is_damaged_costs_itself_alone() -> None:
+    rig = Rig("jax").start()
+    readies = published(rig, 5)
+    readies[1] = replace(readies[1], checksum=readies[1].checksum ^ 1)
+    assert outcomes(rig, readies) == ["arrived", "checksum", "arrived", "arrived", "arrived"]
+    rig.close()
+
+
+def test_one_that_is_withdrawn_costs_itself_alone() -> None:
+    rig = Rig("jax").start()
+    readies = published(rig, 5)
+    rig.publisher.discard(readies[2].key)
+    rig.published("last", piece(tokens(5)))  # by then it is
+    assert outcomes(rig, readies) == ["arrived", "arrived", "unknown_key", "arrived", "arrived"]
+    rig.close()
+
+
+@pytest.mark.parametrize("uuid", ["-1", "1" + 16 * "0"])
+def test_a_uuid_that_is_none_costs_its_own_piece_alone(uuid: str) -> None:
+    rig = Rig("jax").start()
+    first, bad, last = published(rig, 3)
+    assert outcomes(rig, [first, renamed(bad, uuid), last]) == ["arrived", "device", "arrived"]
+    rig.close()
+
+
+def test_what_comes_behind_a_piece_from_another_server_waits_for_its_turn() -> None:
+    """To connect to that one ends the connection to the other, and what is on its way over it. Hand-offs of one peer are on two
+    servers when they came over two connections."""
+    rig = Rig("jax").start()
+    sent = [replace(piece(tokens(5)), receiver=receiver) for receiver in ("d:1", "d:1", "d:2", "d:1")]
+    readies = [rig.published(f"k{index}", one) for index, one in enumerate(sent)]
+    assert len({ready.locator.partition(" ")[0] for ready in readies}) == 2
+    rig.fetch(renamed(readies[0], "abe"), SILENT, within_s=120.0)
+    for ready in readies[1:]:
+        rig.fetch(ready, within_s=120.0)
+    _, same, other, behind = queued(rig)
+    wait_until(lambda: same.begun)
+    time.sleep(0.05)  # a hundred looks at what is queued
+    assert (other.begun, behind.begun) == (None, None)
+    rig.fetcher.cancel(SILENT)
+    assert [type(rig.event()) for _ in readies[1:]] == [PieceArrived] * 3
+    rig.close()
+
+
+def test_a_worker_with_more_sockets_pulls_from_one_with_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `agree` lets them; the other way around it would end the process."""
+    rig = Rig("jax").start()
+    readies = published(rig, 5)
+    monkeypatch.setattr(jax_server, "NUM_ADDRESSES", jax_server.NUM_ADDRESSES + 2)
+    servers = TransferServers([*TARGET.sharding.device_set], "127.0.0.1")
+    rig.fetcher.close()
+    rig.fetcher = jax_fetcher(servers, joiner("float32", CHUNK_TOKENS, HEADS), TARGET, rig.events.put)
+    assert outcomes(rig, readies) == ["arrived"] * 5
+    rig.close()
+
+
+@pytest.mark.parametrize("nothing_came_s", [0.0, 60.0])
+def test_a_request_whose_time_is_up_costs_others_their_pieces_only_where_nothing_comes(
+    nothing_came_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = transfer_servers()
+    server, device = ours.start(), jax.devices()[0]
+    connection = theirs.connect(server.address)
+    sent = [jax.block_until_ready(jax.device_put(np.full(8, 3.0, np.float32), device))]
+    specs = [jax.ShapeDtypeStruct((8,), np.float32, sharding=jax.sharding.SingleDeviceSharding(device))]
+    ends_s = time.monotonic() + 60.0
+    hurried, patient = connection.begin(0xABF, specs, ends_s), connection.begin(0xAC0, specs, ends_s)
+    connection._came_s -= nothing_came_s
+    with pytest.raises(PieceError, match="in time"):
+        connection.end(hurried, time.monotonic() + 0.1)
+    monkeypatch.setattr(jax_server.secrets, "randbits", lambda num: 0xAC0)
+    server.offer(sent)
+    if nothing_came_s:
+        with pytest.raises(PieceError, match="connection"):
+            connection.end(patient, ends_s)
+    else:
+        assert np.asarray(connection.end(patient, ends_s)[0])[0] == 3.0
+    connection.drop()
+    server.withdraw(sent)
