@@ -21,7 +21,7 @@ class Reached:
 
     bytes_per_s: float
     flops_per_s: float
-    layer_s: float  # of a decode step that one layer takes beside its bytes: kernels that begin and end
+    layer_s: float  # of a step that one layer takes beside its bytes or products: kernels that begin and end
     step_s: float  # that a step takes beside its layers
 
     def expected_s(self, *, num_bytes: float, flops: float, num_layers: int) -> float:
