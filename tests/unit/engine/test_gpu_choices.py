@@ -81,7 +81,8 @@ def test_an_exact_step_is_not_what_was_fastest_when_it_was_compiled() -> None:
 @pytest.mark.parametrize("step", ["decode", "exact"])
 def test_xla_knows_the_options(step: str) -> None:
     """One that it does not know would keep a worker on a GPU from starting."""
-    jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=step_options(step, "gpu"))
+    compiled = jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=step_options(step, "gpu"))
+    assert compiled(1.0) == 2.0
 
 
 @pytest.mark.parametrize(("platform", "least"), [("cpu", 1), ("tpu", 1), ("gpu", 4)])
