@@ -16,14 +16,16 @@ T = TypeVar("T")
 class Mailbox(Generic[T]):
     """Unbounded. Use from one event loop; one task reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, wake_at: int = 1) -> None:
+        """`wake_at`: so many items wake the reader, or one that is put `at_once`."""
+        self._wake_at = wake_at
         self._items: deque[T] = deque()
         self._reader: asyncio.Future[None] | None = None  # waits
 
-    def put(self, item: T) -> None:
-        """Behind what is there."""
+    def put(self, item: T, *, at_once: bool = True) -> None:
+        """Behind what is there. Not `at_once`, it may wait for others; a last item must not."""
         self._items.append(item)
-        if self._reader is not None and not self._reader.done():
+        if self._reader is not None and not self._reader.done() and (at_once or len(self._items) >= self._wake_at):
             self._reader.set_result(None)
 
     def clear(self) -> None:

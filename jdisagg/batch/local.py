@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 from collections.abc import AsyncIterator
@@ -23,6 +24,7 @@ from jdisagg.roles.watchdog import Watchdog
 from jdisagg.serve.build import build_deployment
 from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.engines import exit_on_crash
+from jdisagg.serve.process import keep_what_is_there
 from jdisagg.serve.text_edge import TextModel, make_edge, read_text_model
 
 log = logging.getLogger(__name__)
@@ -42,9 +44,11 @@ async def open_local(config: Config, timeout: httpx.Timeout) -> AsyncIterator[ht
         for engine in deployment.engines:
             await asyncio.to_thread(self_test, engine)
         deployment.compiles_are_over()
+        keep_what_is_there()
         async with client_of(_application(config, deployment, text, metrics, timeout), timeout) as client:
             yield client
     finally:
+        gc.unfreeze()
         watchdog.stop()
         await deployment.aclose()
         await asyncio.to_thread(deployment.stop)

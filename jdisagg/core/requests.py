@@ -89,6 +89,7 @@ class EngineRequest:
     fills_context: bool = False  # no max_tokens was asked for: it is what the model leaves, and a shorter worker gives less
     num_asked: int = 1  # workers that are asked before it is refused: full ones share out who comes again
     traceparent: str = ""  # W3C trace context of the client's call, carried along and logged; empty = none came
+    gathered: bool = False  # nobody reads its tokens before its end: they may come many in one output; not told to others
     arrived_s: float | None = None  # when a client's call came to this process, same clock; None = not a client's, or not here
 
     @property

@@ -171,6 +171,8 @@ class Edge:
     async def complete(self, job: Job) -> Transcript:
         """Run a request to its end. Raises RequestError when a choice fails."""
         transcript = self.transcript(job)
+        if not job.stop:  # each token may complete one, and what is computed behind it is in vain
+            job = replace(job, requests=tuple(replace(request, gathered=True) for request in job.requests))
         async with aclosing(self.stream(job)) as deltas:
             async for delta in deltas:
                 transcript.add(delta)
@@ -192,7 +194,8 @@ class Edge:
             self._metrics.requests.tool_answers.labels(outcome=outcome).inc()
 
     def abort(self, request_id: str) -> bool:
-        """End a running request: its choices finish with ABORT. False when no such request runs."""
+        """End a running request: its choices finish with ABORT, those of `complete` without tokens that were still gathered.
+        False when no such request runs."""
         mailbox = self._live.get(request_id)
         if mailbox is None:
             return False

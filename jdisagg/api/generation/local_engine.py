@@ -13,6 +13,7 @@ from time import monotonic
 from typing import Any, TypeVar
 
 from jdisagg.api.generation.attempts import Attempts
+from jdisagg.api.generation.gathered import MOST_GATHERED, in_one
 from jdisagg.api.generation.token_engine import Enough, Health
 from jdisagg.api.mailbox import Mailbox
 from jdisagg.core.errors import DeadlineExceeded, RequestError, Unavailable
@@ -90,7 +91,7 @@ class LocalEngine:
         """Yield the request's outputs; closing the generator cancels it. See TokenEngine."""
         grammar = request.sampling.grammar
         _held = None if grammar is None or self._grammars is None else await self._grammars.ahead(grammar)
-        mailbox = Mailbox[Output | RequestError]()
+        mailbox = Mailbox[Output | RequestError](wake_at=MOST_GATHERED if request.gathered else 1)
         request = self._attempts.behind(request)
         key = request.request_id, request.attempt
         self._mailboxes[key] = mailbox
@@ -101,7 +102,7 @@ class LocalEngine:
         self._thread.loop.inbox.post(Submit(request, self._sink, OWN))
         try:
             while not finished:
-                output = await mailbox.get()
+                output = in_one(await mailbox.take()) if request.gathered else await mailbox.get()
                 if isinstance(output, RequestError):
                     raise output
                 finished = output.finish is not None
@@ -125,7 +126,7 @@ class LocalEngine:
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:
             if (mailbox := self._mailboxes.get((output.request_id, output.attempt))) is not None:
-                mailbox.put(output)
+                mailbox.put(output, at_once=output.finish is not None)
 
     def health(self) -> Health:
         """Healthy while ticks end; ready when the role's own conditions hold as well."""

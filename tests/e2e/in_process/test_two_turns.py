@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,7 @@ async def two_turns(config: Config) -> tuple[int, int]:
     """Cached tokens of the second turn asked once more, and those it must have had."""
     question = [{"role": "user", "content": QUESTION}]
     async with open_local(config, httpx.Timeout(60)) as client:
+        assert gc.get_freeze_count() > 100_000, "what jax made is walked by every search for garbage"
         first = await chat(client, question)
         assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         answer = first["choices"][0]["message"]
@@ -125,3 +127,4 @@ def test_usage_over_http_counts_the_cached_tokens_of_a_second_turn(role: str, ti
     )
     again, wanted = asyncio.run(asyncio.wait_for(two_turns(config), 120))
     assert again == wanted
+    assert gc.get_freeze_count() == 0, "an engine that is closed is garbage"

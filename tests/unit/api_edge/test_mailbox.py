@@ -56,3 +56,33 @@ def test_what_is_cleared_does_not_come_and_who_waits_gets_what_comes_after() -> 
         assert await reading == 2
 
     run(check())
+
+
+@pytest.mark.parametrize("in_a_hurry", [True, False])
+def test_what_may_wait_wakes_nobody_until_enough_or_something_urgent_came(in_a_hurry: bool) -> None:
+    async def check() -> None:
+        mailbox = Mailbox[int](wake_at=3)
+        taking = asyncio.create_task(mailbox.take())
+        await asyncio.sleep(0)
+        for item in range(2):
+            mailbox.put(item, at_once=False)
+            await asyncio.sleep(0)
+            assert not taking.done()
+        mailbox.put(2, at_once=in_a_hurry)
+        assert await taking == [0, 1, 2]
+        mailbox.put(3, at_once=False)
+        assert await mailbox.take() == [3], "what is there is waited for by nobody"
+
+    run(check())
+
+
+def test_something_urgent_comes_with_all_that_waited() -> None:
+    async def check() -> None:
+        mailbox = Mailbox[int](wake_at=3)
+        taking = asyncio.create_task(mailbox.take())
+        await asyncio.sleep(0)
+        mailbox.put(0, at_once=False)
+        mailbox.put(1)
+        assert await taking == [0, 1]
+
+    run(check())

@@ -1,0 +1,131 @@
+"""A worker's own engine and requests whose tokens nobody reads before their end."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from time import monotonic
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jdisagg.api.generation import local_engine
+from jdisagg.api.generation.gathered import MOST_GATHERED
+from jdisagg.api.generation.local_engine import LocalEngine
+from jdisagg.core.errors import DeadlineExceeded, Unavailable
+from jdisagg.core.requests import EngineRequest, FinishReason, Output
+from jdisagg.roles.inbox import Cancel
+from tests.unit.sched.engine_fake import request
+from tests.unit.wire.rig import WAIT_LIMIT_S, until
+from tests.unit.wire.unified_worker import CARD, checked, everything, working
+
+NUM_TOKENS = 2 * MOST_GATHERED + 5
+GATHERED = replace(request("own", (1, 2), NUM_TOKENS), gathered=True)
+
+
+class _Told:
+    """A LocalEngine whose engine thread says what the test says."""
+
+    def __init__(self) -> None:
+        self.posted: list[Any] = []
+        thread: Any = SimpleNamespace(loop=SimpleNamespace(inbox=SimpleNamespace(post=self.posted.append)))
+        self.local = LocalEngine(thread, CARD, not_ready_reason=lambda: "")
+        self.read: list[Output] = []
+
+    async def reading(self, asked: EngineRequest = GATHERED) -> asyncio.Task[None]:
+        """Begin to read its answer."""
+
+        async def read() -> None:
+            async for output in self.local.generate(asked):
+                self.read.append(output)
+
+        task = asyncio.create_task(asyncio.wait_for(read(), WAIT_LIMIT_S))
+        await until(lambda: self.posted)
+        return task
+
+    async def tells(self, *, first: int, end: int, finish: FinishReason | None = None) -> None:
+        """Tokens [first, end), a tick each; `finish` with the last one."""
+        for token in range(first, end):
+            self.posted[0].sink([Output(request_id="own", token_ids=(token,), finish=finish if token == end - 1 else None)])
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for output in self.read for token in output.token_ids]
+
+
+def test_its_reader_is_woken_a_few_times_and_at_once_when_it_ends() -> None:
+    async def body() -> None:
+        engine = _Told()
+        task = await engine.reading()
+        await engine.tells(first=0, end=MOST_GATHERED - 1)
+        assert not engine.read
+        await engine.tells(first=MOST_GATHERED - 1, end=NUM_TOKENS - 1)
+        assert len(engine.read) in (1, 2)
+        await engine.tells(first=NUM_TOKENS - 1, end=NUM_TOKENS, finish=FinishReason.LENGTH)
+        await task
+        assert engine.tokens == [*range(NUM_TOKENS)]
+        assert len(engine.read) <= 3
+        assert engine.read[-1].finish is FinishReason.LENGTH
+        assert len(engine.posted) == 1, "nothing was cancelled"
+
+    checked(body)
+
+
+def test_one_that_is_read_as_it_comes_is_not_kept_waiting() -> None:
+    async def body() -> None:
+        engine = _Told()
+        task = await engine.reading(replace(GATHERED, gathered=False))
+        for token in range(3):
+            await engine.tells(first=token, end=token + 1)
+            assert engine.tokens == [*range(token + 1)]
+        await engine.tells(first=3, end=4, finish=FinishReason.STOP)
+        await task
+
+    checked(body)
+
+
+def test_an_engine_that_says_no_more_does_not_keep_its_reader_beyond_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_engine, "DEADLINE_GRACE_S", 0.1)
+
+    async def body() -> None:
+        engine = _Told()
+        task = await engine.reading(replace(GATHERED, deadline_s=monotonic() + 0.1))
+        await engine.tells(first=0, end=2)
+        with pytest.raises(DeadlineExceeded, match="no answer from the engine"):
+            async with asyncio.timeout(WAIT_LIMIT_S):
+                await task
+        assert engine.posted[1:] == [Cancel("own", 0, engine.local._sink)]
+
+    checked(body)
+
+
+def test_a_worker_that_shuts_down_and_a_client_that_leaves_end_it_with_tokens_unread() -> None:
+    async def body() -> None:
+        for closes in (True, False):
+            engine = _Told()
+            task = await engine.reading()
+            await engine.tells(first=0, end=2)
+            engine.local.close() if closes else task.cancel()
+            with pytest.raises(Unavailable if closes else asyncio.CancelledError):
+                async with asyncio.timeout(WAIT_LIMIT_S):
+                    await task
+            assert engine.posted[1:] == [Cancel("own", 0, engine.local._sink)]
+
+    checked(body)
+
+
+def test_a_gathered_answer_has_the_tokens_of_one_that_is_read_as_it_comes() -> None:
+    async def body() -> None:
+        async with working() as worker:
+            asked = replace(request("gathered", (1, 2, 3), 8), gathered=True)
+            many, [one] = await everything(worker, "r"), [output async for output in worker.local.generate(asked)]
+            assert len(many) == 8
+            assert one.token_ids == tuple(token for output in many for token in output.token_ids)
+            last = many[-1]
+            assert (one.finish, one.cached_tokens, one.stop_token_id) == (last.finish, last.cached_tokens, last.stop_token_id)
+            assert one.provenance is not None
+
+    checked(body)
