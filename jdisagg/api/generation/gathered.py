@@ -15,7 +15,14 @@ from jdisagg.core.requests import Output
 
 T = TypeVar("T")
 
-MOST_GATHERED = 32  # outputs that wait for others; their text is made at once, that of hundreds of requests perhaps in a row
+MOST_GATHERED = 32  # outputs that wait for others; their text is made at once
+_FEWEST_GATHERED = 17
+
+
+def gathered_by(num_running: int) -> int:
+    """At how many outputs of a request that begins beside `num_running` its reader is woken. Of hundreds that begin together
+    not all shall keep the event loop, and those who stream, in the same tick."""
+    return MOST_GATHERED - num_running % (MOST_GATHERED - _FEWEST_GATHERED + 1)
 
 
 def in_one(items: Sequence[Output | RequestError]) -> Output | RequestError:

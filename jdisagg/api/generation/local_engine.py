@@ -13,7 +13,7 @@ from time import monotonic
 from typing import Any, TypeVar
 
 from jdisagg.api.generation.attempts import Attempts
-from jdisagg.api.generation.gathered import MOST_GATHERED, in_one
+from jdisagg.api.generation.gathered import gathered_by, in_one
 from jdisagg.api.generation.token_engine import Enough, Health
 from jdisagg.api.mailbox import Mailbox
 from jdisagg.core.errors import DeadlineExceeded, RequestError, Unavailable
@@ -91,7 +91,7 @@ class LocalEngine:
         """Yield the request's outputs; closing the generator cancels it. See TokenEngine."""
         grammar = request.sampling.grammar
         _held = None if grammar is None or self._grammars is None else await self._grammars.ahead(grammar)
-        mailbox = Mailbox[Output | RequestError](wake_at=MOST_GATHERED if request.gathered else 1)
+        mailbox = Mailbox[Output | RequestError](wake_at=gathered_by(len(self._mailboxes)) if request.gathered else 1)
         request = self._attempts.behind(request)
         key = request.request_id, request.attempt
         self._mailboxes[key] = mailbox

@@ -74,6 +74,28 @@ def test_its_reader_is_woken_a_few_times_and_at_once_when_it_ends() -> None:
     checked(body)
 
 
+def test_requests_that_began_together_are_not_all_read_in_the_same_tick() -> None:
+    async def body() -> None:
+        engine, num_requests = _Told(), 48
+        ids = [f"own-{index}" for index in range(num_requests)]
+        tasks = [await engine.reading(replace(GATHERED, request_id=request_id)) for request_id in ids]
+        await until(lambda: len(engine.posted) == num_requests)
+        most = 0
+        for token in range(MOST_GATHERED):
+            before = len(engine.read)
+            engine.posted[0].sink([Output(request_id=request_id, token_ids=(token,)) for request_id in ids])
+            for _ in range(3):
+                await asyncio.sleep(0)
+            most = max(most, len(engine.read) - before)
+        assert len(engine.read) == num_requests, "each was read once"
+        assert most <= num_requests // 10
+        engine.posted[0].sink([Output(request_id=request_id, finish=FinishReason.LENGTH) for request_id in ids])
+        await asyncio.gather(*tasks)
+        assert sorted(engine.tokens) == sorted([*range(MOST_GATHERED)] * num_requests)
+
+    checked(body)
+
+
 def test_one_that_is_read_as_it_comes_is_not_kept_waiting() -> None:
     async def body() -> None:
         engine = _Told()
