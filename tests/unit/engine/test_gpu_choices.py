@@ -65,6 +65,16 @@ def test_filters_keep_the_same_tokens_without_a_loop(request: pytest.FixtureRequ
     assert "while" not in keep.lower(scores()).as_text()
 
 
+@pytest.mark.parametrize(
+    ("platforms", "is_looped"),
+    [(("cuda",), False), (("rocm",), True), (("tpu",), True), (("cpu",), True), (("cpu", "cuda"), True)],
+)
+def test_the_way_of_a_gpu_is_chosen_by_what_a_step_is_lowered_for(platforms: tuple[str, ...], is_looped: bool) -> None:
+    """With no stand-in for jax's own choice, and no GPU."""
+    texts = [jax.jit(of).trace(scores()).lower(lowering_platforms=platforms).as_text() for of in (kept, log_probabilities)]
+    assert ("while" in texts[0], "top_k" in texts[1]) == (is_looped, is_looped)
+
+
 def test_only_steps_of_a_gpu_are_compiled_otherwise() -> None:
     assert all(step_options(step, platform) is None for step in ("prefill", "decode", "exact") for platform in ("cpu", "tpu"))
     assert step_options("prefill", "gpu") is None
