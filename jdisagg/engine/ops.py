@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from jdisagg.engine.compile_options import GPU_PLATFORMS
 from jdisagg.kv.group import KVGroup
 from jdisagg.kv.layout import TP_AXIS, KVLayout
 from jdisagg.kv.pool import MIN_PAGES
@@ -56,7 +57,7 @@ def kernels_of(device: Any) -> Implementation:
     """What `device` has kernels for; GPUs with less shared memory than Hopper's would refuse ours when they compile them."""
     if device.platform == "tpu":
         return "tpu"
-    if device.platform not in ("gpu", "cuda") or "nvidia" not in device.device_kind.lower():
+    if device.platform not in GPU_PLATFORMS or "nvidia" not in device.device_kind.lower():
         return "ref"
     capability = str(getattr(device, "compute_capability", _HOPPER))
     return "gpu" if capability.partition(".")[0] in _GPU_GENERATIONS else "ref"
