@@ -51,7 +51,7 @@ _ORDER = {
     "shm": ("shm", "grpc"),
     "jax": ("jax", "grpc"),
 }
-_JAX_PROVEN = ("NVIDIA H200",)  # kinds of device on which every backend has run through gpu_check, P and D on one device each
+_JAX_PROVEN = ("NVIDIA H200",)  # kinds of device on which every backend has run through gpu_check, P and D both on one
 
 
 class PrefillBackends:
