@@ -38,7 +38,7 @@ def run(setting: Setting, findings: Findings) -> None:
             why = "the backend failed" if backend not in rates else "no accelerator"
             findings.target(HANDOFF, None if setting.small else rates.get(backend), why)
             known = PLAIN in rates and backend in rates and not setting.small
-            findings.target(OF_TCP, rates[backend] / rates[PLAIN] if known else None, why)
+            findings.target(OF_TCP, rates[backend] / rates[PLAIN] if known else None, why if PLAIN in rates else "no plain TCP")
     findings.attempt("gather and scatter", partial(_on_device, setting, findings))
 
 

@@ -79,7 +79,9 @@ class RawTcp(Bare):
         for _ in range(num_pieces):
             view = np.empty(self._piece_bytes, np.uint8).data
             while view:
-                view = view[self._socket.recv_into(view) :]
+                if not (num_bytes := self._socket.recv_into(view)):
+                    raise ConnectionError("the producer is gone")
+                view = view[num_bytes:]
 
 
 def _serve_grpc(pipe: Connection, piece_bytes: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from operator import methodcaller
@@ -12,7 +13,8 @@ from bench_kit.child import child
 from gpu_kit import decode_section, hazard_section, kernel_section, moving_section, offers, prefill_section
 from gpu_kit.findings import Clock, Findings
 from gpu_kit.setting import FULL, Setting
-from gpu_kit.targets import DECODE, HANDOFF, PREFILL
+from gpu_kit.targets import DECODE, HANDOFF, OF_TCP, PREFILL
+from transfer_bench.bare import RawTcp
 
 SAYS_NOTHING = methodcaller("poll", 600.0)  # of its pipe
 HANGS = ("-c", "import time; time.sleep(600)")
@@ -62,6 +64,18 @@ def test_a_process_that_says_nothing_is_given_up_after_the_time_that_is_granted(
         pytest.fail("it has said nothing")
 
 
+@pytest.mark.timeout(60)
+def test_the_yardstick_does_not_wait_for_bytes_of_a_process_that_is_gone() -> None:
+    plain = RawTcp(1024)
+    try:
+        plain.move(1)
+        plain._producer.tell("not a number")  # it fails, and its socket closes
+        with pytest.raises(ConnectionError):
+            plain._obtain(1)
+    finally:
+        plain.close()
+
+
 def test_what_has_a_target_is_measured_first() -> None:
     assert moving_section.BACKENDS[0] == "jax"
     assert "over jax" in HANDOFF.name
@@ -83,6 +97,16 @@ def test_a_target_is_told_before_the_next_part_begins(tmp_path: Path, monkeypatc
     monkeypatch.setattr(moving_section, "_on_device", lambda *_: None)
     moving_section.run(setting(tmp_path, 20.0), Findings(path))
     assert told == {"jax": False, "grpc": True, "shm": True}
+
+
+def test_a_share_of_what_was_not_measured_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "f.json"
+    monkeypatch.setattr(moving_section, "_plain", lambda *_: 1 / 0)
+    monkeypatch.setattr(moving_section, "_between", lambda backend, _setting, rates, _findings: rates.update({backend: 6.0}))
+    monkeypatch.setattr(moving_section, "_on_device", lambda *_: None)
+    moving_section.run(setting(tmp_path, 20.0), Findings(path))
+    [target] = [one for one in json.loads(path.read_text())["targets"] if one["name"] == OF_TCP.name]
+    assert (target["verdict"], target["why"]) == ("not run", "no plain TCP")
 
 
 def test_a_gpu_by_either_of_its_names_is_offered_what_a_gpu_runs() -> None:
