@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jdisagg.aot.abstract import AbstractEngine, ModelForm
 from jdisagg.aot.accelerators import GIB, Accelerator
@@ -19,7 +19,7 @@ from jdisagg.aot.remedies import remedies
 from jdisagg.aot.report import EngineReport, Report
 from jdisagg.aot.roofline import Roofline, workloads
 from jdisagg.aot.topology import Topology
-from jdisagg.core.config import Config
+from jdisagg.core.config import Config, Numerics
 from jdisagg.core.requests import Role
 from jdisagg.engine.executables import STATE_UPDATES, Executable, executables
 from jdisagg.engine.sizing import EngineSizes
@@ -79,6 +79,8 @@ def _check_engine(question: Question, form: ModelForm, same: Sequence[PlannedEng
     roofline = Roofline(form, mesh, form.layout(mesh, config.cache.page_size), accelerator)
     works = [] if sizes is None else workloads(budget, sizes.runner, config.scheduler.max_num_seqs)
     times = [time for time in map(roofline.time, works) if time is not None]
+    if config.model.numerics is Numerics.EXACT:  # its steps were not measured
+        times = [replace(time, expected_s=None) for time in times]
     counts = Counter[str]() if sizes is None else Counter(each.name for each in executables(sizes.runner, sizes.device))
     problems = [*([budget.problem] if budget.problem else []), *step_problems(budget, steps, counts)]
     return EngineReport(

@@ -225,6 +225,8 @@ def test_what_limits_decode_is_told_however_few_rows_a_step_has(numerics: Numeri
     )
     (engine,) = said_of("llama3-8b", "h200:1", config).engines
     assert "decode: memory bandwidth" in engine.limits
+    is_measured = numerics is Numerics.FAST
+    assert [time.expected_s is not None for time in engine.times] == [is_measured] * len(engine.times)
 
 
 @pytest.mark.parametrize(
