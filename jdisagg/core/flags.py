@@ -125,8 +125,8 @@ _TRANSFER = (
     Flag(
         "transfer",
         "kv_transfer_backend",
-        "what moves KV; auto = jax between one H200 each, else shm on one host, else tcp, else grpc, which every choice falls "
-        "back to; within a colocated process always device_put",
+        "what moves KV; auto = shm on one host, else tcp, else grpc, which every choice falls back to; "
+        "within a colocated process always device_put",
         choices=(*_OVER_A_WIRE, "device_put"),
         role_choices=(
             *((role, _OVER_A_WIRE) for role in ("prefill", "decode", "local")),

@@ -1,11 +1,10 @@
 """The transfer backends of a worker: which it offers in Hello, and their halves, from `--kv-transfer-backend`.
 
-    auto    jax on devices for which that is proven; shm where peers are on this host, else tcp where D reaches P's port, else
-            grpc
+    auto    shm where peers are on this host, else tcp where D reaches P's port, else grpc
     grpc    grpc alone
     tcp     plain sockets on a port of P's own, falling back to grpc; `auto` without shm
     shm     shm, falling back to grpc
-    jax     JAX's transfer server, falling back to grpc; both sides must ask for it, or mean it by auto
+    jax     JAX's transfer server, falling back to grpc; both sides must ask for it
 
 D's order of preference decides. A backend that cannot start here is not offered, and the log says why. A new one is a case of
 `_publisher` and `_fetcher`, of `_hello` if there is more to say than its name, and a name in _ORDER.
@@ -14,10 +13,10 @@ D's order of preference decides. A backend that cannot start here is not offered
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 
@@ -51,7 +50,6 @@ _ORDER = {
     "shm": ("shm", "grpc"),
     "jax": ("jax", "grpc"),
 }
-_JAX_PROVEN = ("NVIDIA H200",)  # kinds of device on which every backend has run through gpu_check, P and D both on one
 
 
 class PrefillBackends:
@@ -149,19 +147,14 @@ class DecodeBackends:
 
 def _started(core: Core, start: Callable[[str], Half]) -> list[tuple[Backend, Half]]:
     """What can be started here, in order of preference, with what Hello says of it."""
+    choice = core.config.transfer.kv_transfer_backend
     started: list[tuple[Backend, Half]] = []
-    for name in backends_for(core.config.transfer.kv_transfer_backend, core.runner.device.whole.device_set):
+    for name in _ORDER[choice]:
         try:
             started.append((_hello(name), start(name)))
         except (Unsupported, OSError) as error:
             log.warning("transfer backend %s is not offered: %s", name, error)
     return started
-
-
-def backends_for(choice: str, devices: Collection[Any]) -> tuple[str, ...]:
-    """What `--kv-transfer-backend` means for an engine on `devices`, the preferred one first."""
-    is_proven = len(devices) == 1 and all(device.device_kind in _JAX_PROVEN for device in devices)
-    return ("jax", *_ORDER[choice]) if choice == "auto" and is_proven else _ORDER[choice]
 
 
 def _hello(name: str) -> Backend:

@@ -17,7 +17,7 @@ from jdisagg.core.config import Config, ServerConfig, TransferConfig
 from jdisagg.core.drill import Drill
 from jdisagg.handoff.identity import Backend
 from jdisagg.serve import backends
-from jdisagg.serve.backends import DecodeBackends, PrefillBackends, backends_for
+from jdisagg.serve.backends import DecodeBackends, PrefillBackends
 from jdisagg.transfer.drill import TransferDrill
 from jdisagg.transfer.target import PieceTarget
 
@@ -49,10 +49,7 @@ class Worker:
 def core(choice: str, bind: str = "127.0.0.1") -> Any:
     """As much of a Core as backends look at."""
     config = Config(transfer=TransferConfig(kv_transfer_backend=choice), server=ServerConfig(host=bind))
-    device = SimpleNamespace(whole=SimpleNamespace(device_set=set(jax.devices()[:1])))
-    return SimpleNamespace(
-        config=config, inbox=SimpleNamespace(post=queue.SimpleQueue().put), runner=SimpleNamespace(device=device)
-    )
+    return SimpleNamespace(config=config, inbox=SimpleNamespace(post=queue.SimpleQueue().put))
 
 
 @pytest.fixture
@@ -100,17 +97,3 @@ def test_a_port_that_cannot_be_bound_is_said_and_done_without(
     monkeypatch.setattr(backends, "TcpStore", refuse)
     assert names(worker.prefill(choice).offered) == left
     assert caplog.messages == ["transfer backend tcp is not offered: [Errno 99] Cannot assign requested address"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "devices", "choice", "wanted"),
-    [
-        ("NVIDIA H200", 1, "auto", ("jax", "shm", "tcp", "grpc")),
-        ("NVIDIA H200", 1, "tcp", ("tcp", "grpc")),
-        ("NVIDIA H200", 2, "auto", ("shm", "tcp", "grpc")),
-        ("NVIDIA A100", 1, "auto", ("shm", "tcp", "grpc")),
-        ("cpu", 1, "auto", ("shm", "tcp", "grpc")),
-    ],
-)
-def test_jax_is_taken_by_itself_where_it_has_run(kind: str, devices: int, choice: str, wanted: tuple[str, ...]) -> None:
-    assert backends_for(choice, [SimpleNamespace(device_kind=kind)] * devices) == wanted
