@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import pytest
@@ -40,9 +41,9 @@ class Line:
 def on_a_line(body: Callable[[Line], Awaitable[None]], reply: bytes = b"!") -> None:
     async def main() -> None:
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            while await reader.read(1):
-                writer.write(reply)
-            writer.close()
+            with closing(writer):  # also where the end of the loop cancels this
+                while await reader.read(1):
+                    writer.write(reply)
 
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         transfers: list[Connection] = []
