@@ -85,3 +85,6 @@ class HttpServer:
             await asyncio.gather(task, return_exceptions=True)
         else:
             task.result()
+        for connection in list(self._server.server_state.connections):  # with bytes that nobody takes
+            cast(Any, connection).transport.abort()
+        await asyncio.sleep(0)  # each hears of it before the loop may end

@@ -299,6 +299,32 @@ def _once_it_had_its_turn(read: list[bytes], num_reads: int) -> Callable[..., No
     return patient
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_server_that_stops_leaves_no_connection_to_a_client_that_reads_nothing(
+    streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left of one when its loop ends is in the way of whoever comes after."""
+    ends: list[asyncio.Transport] = []
+    monkeypatch.setattr(protocol.Protocol, "connection_made", _noting(ends, protocol.Protocol.connection_made))
+    lost: list[Any] = []
+    monkeypatch.setattr(protocol.Protocol, "connection_lost", _noting(lost, protocol.Protocol.connection_lost))
+
+    async def check() -> None:
+        served = server.HttpServer(_events if streams else _megabytes, listen(), stop_timeout_s=0.1)
+        await served.start()
+        with socket.socket() as client:
+            client.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(client, (served.host, served.port))
+            await asyncio.get_running_loop().sock_sendall(client, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            async with asyncio.timeout(10.0):
+                while not ends or not ends[0].get_write_buffer_size():
+                    await asyncio.sleep(0.01)
+            await served.stop()
+            assert len(lost) == 1
+
+    run(check())
+
+
 def _until_some_waits(ends: list[asyncio.Transport]) -> Callable[..., Any]:
     """An application whose answer ends when the kernel takes no more."""
 
