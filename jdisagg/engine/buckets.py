@@ -35,15 +35,15 @@ def prefill_buckets(max_num_batched_tokens: int, max_num_seqs: int) -> tuple[Pre
 
 
 def decode_buckets(max_num_seqs: int, *, least: int = 1) -> tuple[int, ...]:
-    """Up to four row counts: powers of four (or of eight, ...) and `max_num_seqs` itself, none below `least`. One size for
-    tiny set-ups."""
+    """Up to four row counts: `least`, powers of four (or of eight, ...) above it, and `max_num_seqs` itself. One size for tiny
+    set-ups."""
     if max_num_seqs <= 4:
         return (max(max_num_seqs, least),)
     factor = 4
     while True:
-        sizes = {max_num_seqs} | {factor**power for power in range(10) if factor**power < max_num_seqs}
+        sizes = {least, max_num_seqs} | {factor**power for power in range(10) if least < factor**power < max_num_seqs}
         if len(sizes) <= _MAX_DECODE_BUCKETS:
-            return tuple(sorted({max(size, least) for size in sizes}))
+            return tuple(sorted(sizes))
         factor *= 2
 
 
