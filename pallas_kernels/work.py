@@ -56,9 +56,8 @@ def plan_work(rows: Rows, *, num_queries: int, query_block: int, key_block: int,
     upto = jnp.cumsum(pieces)
     index = jnp.arange(most, dtype=jnp.int32)
     real = index < upto[-1]
-    row = jnp.searchsorted(upto, jnp.minimum(index, jnp.maximum(upto[-1] - 1, 0)), side="right", method="compare_all").astype(
-        jnp.int32
-    )
+    known = jnp.minimum(index, jnp.maximum(upto[-1] - 1, 0))
+    row = jnp.searchsorted(upto, known, side="right", method="compare_all").astype(jnp.int32)
     row = jnp.minimum(row, num_rows - 1)
     piece = jnp.minimum(index, upto[-1] - 1) - (upto - pieces)[row]
     block = jnp.clip(top[row] + piece, 0, num_blocks - 1)

@@ -40,6 +40,7 @@ async def open_local(config: Config, timeout: httpx.Timeout) -> AsyncIterator[ht
     )
     watchdog = Watchdog(list(deployment.engines), config.device.step_timeout_s)
     watchdog.start()
+    thresholds = gc.get_threshold()
     try:
         for engine in deployment.engines:
             await asyncio.to_thread(self_test, engine)
@@ -49,6 +50,7 @@ async def open_local(config: Config, timeout: httpx.Timeout) -> AsyncIterator[ht
             yield client
     finally:
         gc.unfreeze()
+        gc.set_threshold(*thresholds)  # the process is whoever's
         watchdog.stop()
         await deployment.aclose()
         await asyncio.to_thread(deployment.stop)
