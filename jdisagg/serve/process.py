@@ -117,7 +117,9 @@ def end_when_told() -> None:
     where it is: a volume that does not answer may hold it up here, too."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    # without chain the read that hangs would be restarted, and a SIGTERM that came while stacks were written not be heard
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

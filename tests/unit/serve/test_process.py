@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import termios
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,12 +58,12 @@ def test_sigusr1_shows_what_a_process_does_that_is_still_starting() -> None:
 
 
 @contextmanager
-def reading_settings(directory: Path) -> Iterator[subprocess.Popen[str]]:
+def reading_settings(directory: Path, stderr: int = subprocess.PIPE) -> Iterator[subprocess.Popen[str]]:
     """A server whose settings do not come: it has only just been started. Killed after half a minute."""
     settings = directory / "settings.toml"
     os.mkfifo(settings)
     command = [sys.executable, "-m", "jdisagg.serve", "--config", str(settings)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stderr=stderr, text=True) as process:
         watch = Timer(30.0, process.kill)
         watch.start()
         with settings.open("w"):  # it reads them now
@@ -88,6 +91,28 @@ def test_sigusr1_shows_where_a_process_hangs_that_has_not_begun_to_load(tmp_path
         process.communicate()
     assert said[-1], said
     assert process.returncode == 0
+
+
+def test_a_process_that_is_told_to_end_while_it_writes_its_stacks_ends(tmp_path: Path) -> None:
+    """Whoever reads them is slow, so that the signal comes in the midst of them."""
+    here, there = os.pipe()
+    size = fcntl.fcntl(there, fcntl.F_SETPIPE_SZ, 4096)
+    with reading_settings(tmp_path, stderr=there) as process:
+        os.write(there, b"." * (size - 64))
+        process.send_signal(signal.SIGUSR1)
+        while process.poll() is None and _waiting(here) <= size - 64:
+            time.sleep(0.01)
+        process.terminate()
+        os.close(there)
+        with open(here, encoding="utf-8") as said:
+            assert " in load_config" in said.read()
+        process.wait()
+    assert process.returncode == 0
+
+
+def _waiting(pipe: int) -> int:
+    """Bytes that have not been read."""
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 DRAINED = """
