@@ -24,7 +24,7 @@ from jdisagg.models.abstract import abstract_params
 from jdisagg.models.declare import declarations
 from jdisagg.models.spec import ModelSpec
 
-MODEL_STEPS = ("prefill", "decode", "exact")  # executables that run the layers; the others touch cache or state alone
+MODEL_STEPS = ("prefill", "decode", "exact")  # executables that run the layers, with cache and state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +97,12 @@ class AbstractEngine:
             return (self.params, (self.kv,), self.state, *batch)
         if executable.name in STATE_UPDATES:
             return (self.state, *batch)
+        if executable.name == "score":
+            return (
+                self.params,
+                _placed(self._model.abstract_hidden(self.params, self.sizes.device.prefill_tokens), self._whole),
+                *batch,
+            )
         if executable.name == "export":
             return (self.kv, *batch)
         piece = self.layout.abstract_rows(self.sizes.device.chunk_tokens)
@@ -109,9 +115,11 @@ class AbstractEngine:
 
     @cached_property
     def _functions(self) -> dict[str, Any]:
-        form = self.form
-        model = DecoderModel(form.spec, choose_ops(self.layout, self.mesh), form.layer_loop)
-        return jit_functions(model, self.layout, self.mesh)
+        return jit_functions(self._model, self.layout, self.mesh, hidden_rows=self.sizes.device.prefill_tokens)
+
+    @property
+    def _model(self) -> DecoderModel:
+        return DecoderModel(self.form.spec, choose_ops(self.layout, self.mesh), self.form.layer_loop)
 
     @property
     def _whole(self) -> NamedSharding:

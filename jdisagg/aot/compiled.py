@@ -35,6 +35,7 @@ class CompiledStep:
     layers: tuple[int, ...]  # that were compiled; several: the figures are extrapolated from them
     compile_cpu_s: float  # processor seconds, which a busy machine does not stretch
     temp_bytes: int = 0
+    fresh_bytes: int = 0  # of results, but those that lie in donated arguments
     code_bytes: int = 0
     padding_bytes: int = 0  # that arguments take beyond their elements, in the device's own layout
     donated_bytes: int  # of arguments that the result may take over: cache and state
@@ -88,6 +89,7 @@ def _compile(engine: AbstractEngine, executable: Executable) -> CompiledStep:
         step,
         compile_cpu_s=compile_cpu_s,
         temp_bytes=memory.temp_size_in_bytes,
+        fresh_bytes=max(0, memory.output_size_in_bytes - module.aliased_bytes),
         code_bytes=memory.generated_code_size_in_bytes,
         padding_bytes=max(0, memory.argument_size_in_bytes - bytes_per_device(engine.arguments(executable))),
         aliased_bytes=module.aliased_bytes,
@@ -99,7 +101,7 @@ def _compile(engine: AbstractEngine, executable: Executable) -> CompiledStep:
 
 def _donated(engine: AbstractEngine, executable: Executable) -> int:
     kv, state = bytes_per_device(engine.kv), bytes_per_device(engine.state)
-    if executable.name == "export":
+    if executable.name in ("export", "score"):
         return 0
     if executable.name == "import":
         return kv
@@ -108,7 +110,8 @@ def _donated(engine: AbstractEngine, executable: Executable) -> int:
 
 def _precious(engine: AbstractEngine, executable: Executable) -> Precious:
     """The arrays of the cache and, of a step that takes them, weights; of stacked ones also a single layer's."""
-    weights = {_on_device(leaf) for leaf in jax.tree.leaves(engine.params)} if executable.name in MODEL_STEPS else set()
+    has_weights = executable.name in (*MODEL_STEPS, "score")
+    weights = {_on_device(leaf) for leaf in jax.tree.leaves(engine.params)} if has_weights else set()
     if engine.form.layer_loop is LayerLoop.SCAN:
         weights |= {(dtype, dims[1:]) for dtype, dims in weights if len(dims) > 2}
     cache = {(_on_device(leaf)[0], bytes_per_device(leaf)) for leaf in jax.tree.leaves(engine.kv)}

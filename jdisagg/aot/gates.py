@@ -28,7 +28,7 @@ from jdisagg.models.spec import ModelSpec
 TOPOLOGIES = ("v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1")  # eight devices each
 TPS = (1, 4, 8)
 HEAD_DIMS = (64, 128)
-ALL_STEPS = ("prefill", "decode", "exact", "export", "import")
+ALL_STEPS = ("prefill", "score", "decode", "exact", "export", "import")
 CACHE_BYTES = 512 * MIB  # on each device
 _TPU_INT8_CACHE_BYTES = 6144 * MIB  # its scales, a 33rd of it, shall not fit into VMEM, where XLA would take them
 _GPU_CACHE_BYTES = 1024 * MIB  # cuBLAS, which multiplies in the exact step, has 32 MiB to work in, whatever the sizes

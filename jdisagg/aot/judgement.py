@@ -18,10 +18,11 @@ _BOUND = {"memory": "memory bandwidth", "arithmetic": "arithmetic", "interconnec
 
 
 def needed_by(steps: Sequence[CompiledStep], counts: Mapping[str, int]) -> int:
-    """Bytes of one device that steps need beside weights and pool: decode state, the code of all, the largest temporaries,
-    and what the device's layout adds to weights, pool and state. `counts`: executables that the engine has, by name."""
+    """Bytes of one device that steps need beside weights and pool: decode state, the code of all, the most that one needs for
+    temporaries and results, and what the device's layout adds to weights, pool and state. `counts`: executables that the engine
+    has, by name."""
     state = max((step.donated_bytes - step.cache_bytes for step in steps if step.name in MODEL_STEPS), default=0)
-    temp = max((step.temp_bytes for step in steps), default=0)
+    temp = max((step.temp_bytes + step.fresh_bytes for step in steps), default=0)
     return state + _code_bytes(steps, counts) + temp + max((step.padding_bytes for step in steps), default=0)
 
 

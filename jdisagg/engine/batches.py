@@ -17,7 +17,6 @@ class PrefillBatch:
     tile_slots: jax.Array  # i32[N]
     sample_tokens: jax.Array  # i32[R]; index into T of the last token of a sequence that samples
     sample_slots: jax.Array  # i32[R]; padded with the dummy slot
-    targets: jax.Array  # i32[T]; token whose log-probability is wanted after this one; -1 = none
 
 
 @jax.tree_util.register_dataclass
@@ -30,4 +29,4 @@ class ExactBatch:
     slots: jax.Array  # i32[R]; padded with the dummy slot
     decodes: jax.Array  # bool[R]; token and position come from the slot's state
     samples: jax.Array  # bool[R]
-    targets: jax.Array  # i32[R]; as in PrefillBatch
+    targets: jax.Array  # i32[R]; token whose log-probability is wanted after this one; -1 = none

@@ -19,7 +19,8 @@ from jdisagg.engine import state as slots
 from jdisagg.engine.batches import ExactBatch, PrefillBatch
 from jdisagg.engine.functions import jit_functions
 from jdisagg.engine.model import DecoderModel
-from jdisagg.engine.steps import StepOut
+from jdisagg.engine.sampler import Logprobs
+from jdisagg.engine.steps import PrefillOut, StepOut
 from jdisagg.kv.group import KVGroup
 from jdisagg.kv.layout import KVLayout
 from jdisagg.kv.pool import KVPool
@@ -34,6 +35,7 @@ class DeviceShape:
     pages_per_seq: int  # M
     vocab_size: int
     chunk_tokens: int  # tokens of an exported or imported piece
+    prefill_tokens: int  # T of the largest prefill bucket; 0 = there is none
 
 
 class Device:
@@ -48,14 +50,19 @@ class Device:
         self.pool = KVPool((layout,), mesh, num_pages)
         self.whole = NamedSharding(mesh, PartitionSpec())
         self.piece_sharding = layout.piece_sharding(mesh)
+        self._model = model
         self._params = params
         new_state = partial(slots.new_state, shape.max_num_seqs, shape.pages_per_seq, shape.vocab_size)
         self._state = jax.jit(new_state, out_shardings=self.whole)()
-        self._functions = jit_functions(model, layout, mesh)
+        self._functions = jit_functions(model, layout, mesh, hidden_rows=shape.prefill_tokens)
 
-    def prefill(self, batch: PrefillBatch) -> StepOut:
+    def prefill(self, batch: PrefillBatch) -> PrefillOut:
         """Run one prefill bucket."""
         return self._step("prefill", batch)
+
+    def score(self, hidden: jax.Array, wanted: np.ndarray) -> Logprobs:
+        """Log-probabilities of `wanted` i32[2, S] (row, token that follows) in `hidden` [H, E] of a prefill bucket."""
+        return self._functions["score"](self._params, hidden, wanted)
 
     def decode(self, rows: np.ndarray) -> StepOut:
         """Advance the slots i32[R]; R is a bucket, padding is the dummy slot."""
@@ -99,7 +106,12 @@ class Device:
         rows = self.layout.abstract_rows(self.shape.chunk_tokens)
         return jax.device_put(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), rows), self.piece_sharding)
 
-    def _step(self, name: str, batch: Any) -> StepOut:
+    def empty_hidden(self) -> jax.Array:
+        """Zeros in the shape and sharding of what a prefill bucket leaves."""
+        hidden = self._model.abstract_hidden(self._params, self.shape.prefill_tokens)
+        return jax.device_put(np.zeros(hidden.shape, hidden.dtype), self.whole)
+
+    def _step(self, name: str, batch: Any) -> Any:
         kv, self._state, out = self._functions[name](self._params, self.pool.take(), self._state, batch)
         self.pool.put(kv)
         return out

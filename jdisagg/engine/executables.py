@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from jdisagg.engine import updates
-from jdisagg.engine.buckets import EXACT_ROWS
+from jdisagg.engine.buckets import EXACT_ROWS, SCORE_ROWS
 from jdisagg.engine.device import DeviceShape
-from jdisagg.engine.packing import empty_exact, empty_prefill
+from jdisagg.engine.packing import empty_exact, empty_prefill, empty_score
 from jdisagg.engine.runner import RunnerShape
 
 STATE_UPDATES = ("admit", "append", "history", "allow")  # small, of the state alone
@@ -24,7 +24,7 @@ class Executable:
     name: str  # of the function
     shape: str  # in words
     size: int  # tokens or rows that the words count
-    arguments: tuple[Any, ...]  # host arrays: what follows parameters, cache, state and piece
+    arguments: tuple[Any, ...]  # host arrays: what follows parameters, cache, state, hidden rows and piece
 
 
 def executables(shape: RunnerShape, sizes: DeviceShape) -> Iterator[Executable]:
@@ -42,6 +42,8 @@ def executables(shape: RunnerShape, sizes: DeviceShape) -> Iterator[Executable]:
     for bucket in shape.prefill:
         tokens = bucket.num_tokens
         yield Executable("prefill", f"{tokens} tokens", tokens, (empty_prefill(bucket, dummy),))
+    if shape.prefill:
+        yield Executable("score", f"{SCORE_ROWS} tokens", SCORE_ROWS, (empty_score(),))
     for rows in shape.decode:
         yield Executable("decode", f"{rows} rows", rows, (np.full(rows, dummy, np.int32),))
     nowhere, piece = np.zeros((2, sizes.chunk_tokens), np.int32), f"{sizes.chunk_tokens} tokens"

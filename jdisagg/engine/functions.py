@@ -1,6 +1,7 @@
 """The jitted functions of one mesh, with their donations and output shardings; nothing is allocated or compiled here.
 
-prefill decode exact    (params, kv, state, batch) -> (kv, state, StepOut)     kv and state are donated
+prefill decode exact    (params, kv, state, batch) -> (kv, state, ...Out)      kv and state are donated
+score                   (params, hidden, wanted) -> Logprobs
 admit append history allow
                         (state, ...) -> state                                  state is donated
 export                  (kv of a group, where) -> piece
@@ -25,10 +26,11 @@ from jdisagg.kv.group import KVGroup
 from jdisagg.kv.layout import KVLayout
 
 
-def jit_functions(model: DecoderModel, layout: KVLayout, mesh: Mesh) -> dict[str, Any]:
-    """Every function by name. `mesh` may be one of abstract devices: then they can be lowered and compiled, not called."""
+def jit_functions(model: DecoderModel, layout: KVLayout, mesh: Mesh, *, hidden_rows: int = 0) -> dict[str, Any]:
+    """Every function by name. `hidden_rows`: as in `StepFunctions`. `mesh` may be one of abstract devices: then they can be
+    lowered and compiled, not called."""
     whole, kv, pieces = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, layout.partition), layout.piece_sharding(mesh)
-    steps = StepFunctions(model, layout.page_size, whole)
+    steps = StepFunctions(model, layout.page_size, hidden_rows, whole)
     # Where they are said to lie, host arrays go along with the call: a device_put before it costs four times as much.
     placed: dict[str, Any] = {"in_shardings": (None, None, None, whole), "out_shardings": ((kv,), whole, whole)}
     platform = mesh.devices.flat[0].platform
@@ -47,6 +49,7 @@ def jit_functions(model: DecoderModel, layout: KVLayout, mesh: Mesh) -> dict[str
         "prefill": step("prefill", steps.prefill),
         "decode": step("decode", steps.decode),
         "exact": step("exact", steps.exact),
+        "score": jax.jit(steps.score, in_shardings=(None, whole, whole), out_shardings=whole),
         "admit": update(slots.admit),
         "append": update(slots.append_pages),
         "history": update(slots.add_history, in_shardings=(None, whole, whole)),

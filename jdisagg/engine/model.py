@@ -25,6 +25,10 @@ class DecoderModel:
         """Write the tokens' KV; returns (kv, hidden [T, E])."""
         return decoder.forward(params, self.spec, kv, batch, self.ops, layer_loop=self.layer_loop)
 
+    def abstract_hidden(self, params: Params, num_tokens: int) -> jax.ShapeDtypeStruct:
+        """What `forward` returns of T tokens, [T, E]."""
+        return jax.ShapeDtypeStruct((num_tokens, self.spec.embed), params["embed_tokens"]["embedding"].dtype)
+
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """f32[R, V] of hidden rows [R, E]."""
         return decoder.logits(params, self.spec, hidden)

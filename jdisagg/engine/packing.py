@@ -13,16 +13,17 @@ from typing import Any
 import numpy as np
 
 from jdisagg.engine.batches import ExactBatch, PrefillBatch
-from jdisagg.engine.buckets import EXACT_ROWS, PREFILL_TILE, PrefillBucket
+from jdisagg.engine.buckets import EXACT_ROWS, PREFILL_TILE, SCORE_ROWS, PrefillBucket
 from jdisagg.sched.plan import PrefillChunk
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Where one chunk's prompt log-probabilities are found: rows of the step, `num_top` alternatives each."""
+    """Where one chunk's prompt log-probabilities are found: rows of what the step scored, `num_top` alternatives each."""
 
     slot: int
     rows: tuple[int, ...]
+    token_ids: tuple[int, ...]  # whose they are, one per row
     num_top: int
 
 
@@ -33,6 +34,7 @@ class Packed:
     batch: Any  # PrefillBatch | ExactBatch of NumPy arrays, or the slots of a decode step
     samples: tuple[tuple[int, int], ...]  # (row, slot)
     targets: tuple[Targets, ...] = ()
+    scored: tuple[np.ndarray, ...] = ()  # of a prefill step, each i32[2, S]: its token, and the one that follows in the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ def _prefill_step(tiles: Sequence[_Tile], bucket: PrefillBucket, dummy_slot: int
     batch = empty_prefill(bucket, dummy_slot)
     samples: list[tuple[int, int]] = []
     targets: list[Targets] = []
+    scored: list[tuple[int, int]] = []
     for number, tile in enumerate(tiles):
         chunk, first, count = tile.chunk, number * PREFILL_TILE, tile.end - tile.begin
         batch.tile_slots[number] = chunk.slot
@@ -78,9 +81,22 @@ def _prefill_step(tiles: Sequence[_Tile], bucket: PrefillBucket, dummy_slot: int
             batch.sample_slots[len(samples)] = chunk.slot
             samples.append((len(samples), chunk.slot))
         if chunk.targets is not None and (part := chunk.targets[tile.begin : tile.end]):
-            batch.targets[first : first + len(part)] = part
-            targets.append(Targets(chunk.slot, tuple(range(first, first + len(part))), chunk.num_top))
-    return Packed(batch, tuple(samples), tuple(targets))
+            targets.append(Targets(chunk.slot, tuple(range(len(scored), len(scored) + len(part))), part, chunk.num_top))
+            scored.extend(enumerate(part, start=first))
+    return Packed(batch, tuple(samples), tuple(targets), tuple(_pieces(scored)))
+
+
+def _pieces(scored: Sequence[tuple[int, int]]) -> Iterator[np.ndarray]:
+    for first in range(0, len(scored), SCORE_ROWS):
+        pairs = scored[first : first + SCORE_ROWS]
+        piece = empty_score()
+        piece[:, : len(pairs)] = np.transpose(pairs)
+        yield piece
+
+
+def empty_score() -> np.ndarray:
+    """i32[2, S] of padding, fresh and writable."""
+    return np.zeros((2, SCORE_ROWS), np.int32)
 
 
 def empty_prefill(bucket: PrefillBucket, dummy_slot: int) -> PrefillBatch:
@@ -91,7 +107,6 @@ def empty_prefill(bucket: PrefillBucket, dummy_slot: int) -> PrefillBatch:
         "tile_slots": np.full(bucket.num_tiles, dummy_slot, np.int32),
         "sample_tokens": np.zeros(bucket.num_rows, np.int32),
         "sample_slots": np.full(bucket.num_rows, dummy_slot, np.int32),
-        "targets": np.full(bucket.num_tokens, -1, np.int32),
     }
     return PrefillBatch(**arrays)
 
@@ -131,7 +146,8 @@ def _exact_step(rows: Sequence[_Row], dummy_slot: int) -> Packed:
         batch.samples[number] = row.samples
         batch.targets[number] = row.target
     samples = tuple((number, row.slot) for number, row in enumerate(rows) if row.samples)
-    targets = tuple(Targets(row.slot, (number,), row.num_top) for number, row in enumerate(rows) if row.target >= 0)
+    scored = [(number, row) for number, row in enumerate(rows) if row.target >= 0]
+    targets = tuple(Targets(row.slot, (number,), (row.target,), row.num_top) for number, row in scored)
     return Packed(batch, samples, targets)
 
 

@@ -10,6 +10,7 @@ import jax
 
 from jdisagg.core.requests import TokenLogprob
 from jdisagg.engine.packing import Packed
+from jdisagg.engine.sampler import Logprobs
 from jdisagg.engine.steps import StepOut
 from jdisagg.sched.plan import Sampled
 
@@ -21,6 +22,10 @@ class Part:
     packed: Packed
     out: StepOut
     num_top: Mapping[int, int]  # slot -> alternatives wanted; slots without log-probabilities are left out
+
+    def ends_with(self) -> tuple[jax.Array, tuple[Logprobs, ...]]:
+        """What is there when the device is through with it."""
+        return self.out.sampling.tokens, self.out.prompt
 
     def wanted(self) -> dict[str, Any]:
         """The arrays the host has to read: logprobs only when somebody asked."""
@@ -40,7 +45,7 @@ def read(parts: Sequence[Part], step_id: int) -> tuple[tuple[Sampled, ...], dict
     Also for those of which nothing is read: else the host would dispatch a long prompt to its end at once, and KV of its first
     chunk, gathered when its receiver asks for it, would wait for the last one.
     """
-    jax.block_until_ready([part.out.sampling.tokens for part in parts])
+    jax.block_until_ready([part.ends_with() for part in parts])
     sampled: dict[int, Sampled] = {}
     prompts: dict[int, tuple[TokenLogprob, ...]] = {}
     arrays = jax.device_get([part.wanted() for part in parts])
@@ -49,8 +54,8 @@ def read(parts: Sequence[Part], step_id: int) -> tuple[tuple[Sampled, ...], dict
             new = _sampled(values, row, slot, part.num_top.get(slot), step_id)
             sampled[slot] = _joined(sampled[slot], new) if slot in sampled else new
         for targets in part.packed.targets:
-            ids = part.packed.batch.targets
-            found = tuple(_logprob(values["prompt"], row, int(ids[row]), targets.num_top) for row in targets.rows)
+            rows = zip(targets.rows, targets.token_ids, strict=True)
+            found = tuple(_scored(values["prompt"], row, token, targets.num_top) for row, token in rows)
             prompts[targets.slot] = prompts.get(targets.slot, ()) + found
     return tuple(sampled.values()), prompts
 
@@ -70,6 +75,11 @@ def _sampled(values: Mapping[str, Any], row: int, slot: int, num_top: int | None
         return Sampled(slot=slot, token_ids=(token,), bad=bad)
     logprobs = None if num_top is None else (_logprob(values["logprobs"], row, token, num_top),)
     return Sampled(slot=slot, token_ids=(token,), logprobs=logprobs)
+
+
+def _scored(pieces: Sequence[Any], row: int, token: int, num_top: int) -> TokenLogprob:
+    piece, row = divmod(row, len(pieces[0].chosen))
+    return _logprob(pieces[piece], row, token, num_top)
 
 
 def _logprob(values: Any, row: int, token: int, num_top: int) -> TokenLogprob:

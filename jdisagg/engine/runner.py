@@ -104,8 +104,8 @@ class ModelRunner:
 
     def is_done(self, handle: Dispatched) -> bool:
         """Whether the device is through with a dispatched step."""
-        tokens: list[Any] = [part.out.sampling.tokens for part in handle.parts]  # jax.Array's stub lacks is_ready
-        return all(array.is_ready() for array in tokens)
+        arrays: list[Any] = jax.tree.leaves([part.ends_with() for part in handle.parts])  # jax.Array's stub lacks is_ready
+        return all(array.is_ready() for array in arrays)
 
     def collect(self, handle: Dispatched) -> StepResult:
         """Wait for a dispatched step and read its tokens."""
@@ -175,7 +175,12 @@ class ModelRunner:
 
     def _prefill(self, plan: Plan) -> list[Part]:
         packed = pack_prefill(plan.prefill, self.shape.prefill, self.device.shape.max_num_seqs)
-        return [self._part(step, self.device.prefill(step.batch)) for step in packed]
+        return [self._part(step, self._prefilled(step)) for step in packed]
+
+    def _prefilled(self, step: Packed) -> StepOut:
+        """Hidden rows go with this: nobody reads them but `score`."""
+        out = self.device.prefill(step.batch)
+        return StepOut(out.sampling, tuple(self.device.score(out.hidden, wanted) for wanted in step.scored))
 
     def _decode(self, plan: Plan) -> list[Part]:
         packed = []

@@ -57,13 +57,15 @@ def size_engine(
             f"lower it to {max_model_len}, or give --num-pages {needed} or --kv-cache-bytes {needed * layout.bytes_per_page}",
             field="max_model_len",
         )
+    runner = runner_shape(config, role, max_model_len, layout)
     device = DeviceShape(
         max_num_seqs=scheduler.max_num_seqs,
         pages_per_seq=-(-max_model_len // layout.page_size),
         vocab_size=spec.vocab_size,
         chunk_tokens=config.transfer.transfer_chunk_tokens,
+        prefill_tokens=max((bucket.num_tokens for bucket in runner.prefill), default=0),
     )
-    return EngineSizes(num_pages=num_pages, device=device, runner=runner_shape(config, role, max_model_len, layout))
+    return EngineSizes(num_pages=num_pages, device=device, runner=runner)
 
 
 def runner_shape(config: Config, role: Role, max_model_len: int, layout: KVLayout) -> RunnerShape:

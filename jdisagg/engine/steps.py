@@ -16,13 +16,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jdisagg.engine.batches import ExactBatch, PrefillBatch
 from jdisagg.engine.model import DecoderModel
-from jdisagg.engine.sampler import Logprobs, Sampling, no_logprobs, sample, score, score_if
+from jdisagg.engine.sampler import Logprobs, Sampling, sample, score, score_if
 from jdisagg.engine.state import DecodeState, record_tokens, take_rows
 from jdisagg.models.batch import TokenBatch
 from jdisagg.models.decoder import KV, Params
 from pallas_kernels.rows import Rows, rows_of_tiles, rows_of_tokens
 
-PROMPT_BLOCK = 16  # prompt positions whose logits exist at the same time
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PrefillOut:
+    """What a prefill step leaves on the device."""
+
+    sampling: Sampling  # per row
+    hidden: jax.Array  # [H, E] of all tokens, for `StepFunctions.score`
 
 
 @jax.tree_util.register_dataclass
@@ -31,7 +38,7 @@ class StepOut:
     """What the host may read of a step."""
 
     sampling: Sampling  # per row
-    prompt: Logprobs | None  # per token of a prefill or exact step, of its target
+    prompt: tuple[Logprobs, ...]  # of what follows in prompts; in one piece per row of an exact step
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +47,10 @@ class StepFunctions:
 
     model: DecoderModel
     page_size: int
+    hidden_rows: int  # that a prefill step leaves, at least: one `score` then serves all sizes
     replicated: NamedSharding
 
-    def prefill(self, params: Params, kv: KV, state: DecodeState, batch: PrefillBatch) -> tuple[KV, DecodeState, StepOut]:
+    def prefill(self, params: Params, kv: KV, state: DecodeState, batch: PrefillBatch) -> tuple[KV, DecodeState, PrefillOut]:
         """Compute KV of all tokens and sample after R of them."""
         valid = batch.positions >= 0
         tables = state.page_table[batch.tile_slots]
@@ -52,7 +60,14 @@ class StepFunctions:
         positions = batch.positions[batch.sample_tokens] + 1
         sampling = sample(self._logits(params, hidden[batch.sample_tokens]), state, rows, positions)
         state = record_tokens(state, batch.sample_slots, sampling.tokens, positions)
-        return kv, state, StepOut(sampling, self._prompt_logprobs(params, hidden, batch.targets, sampling))
+        missing = max(0, self.hidden_rows - len(hidden))
+        return kv, state, PrefillOut(sampling, jnp.pad(hidden, ((0, missing), (0, 0))))
+
+    def score(self, params: Params, hidden: jax.Array, wanted: jax.Array) -> Logprobs:
+        """Log-probabilities of S tokens of a prefill step's prompts: `wanted` i32[2, S] has rows of `hidden` [H, E] and the
+        tokens that follow there. [H, V] never exists. In `prefill` it would take a loop, which on a GPU the host leads: it
+        would wait for the whole step, wanted or not, and announce KV of its chunk as late."""
+        return score(self._logits(params, hidden[wanted[0]]), wanted[1])
 
     def decode(self, params: Params, kv: KV, state: DecodeState, slots: jax.Array) -> tuple[KV, DecodeState, StepOut]:
         """Advance `slots` i32[R] by one token each; padding is the dummy slot."""
@@ -61,7 +76,7 @@ class StepFunctions:
         batch = self._tokens(tokens, lengths - 1, valid, state.page_table[slots], rows_of_tokens(lengths - 1, valid))
         kv, hidden = self.model.forward(params, kv, batch)
         sampling = sample(self._logits(params, hidden), state, take_rows(state, slots), lengths)
-        return kv, record_tokens(state, slots, sampling.tokens, lengths), StepOut(sampling, None)
+        return kv, record_tokens(state, slots, sampling.tokens, lengths), StepOut(sampling, ())
 
     def exact(self, params: Params, kv: KV, state: DecodeState, batch: ExactBatch) -> tuple[KV, DecodeState, StepOut]:
         """Feed R tokens; KV of all is written before any attends, so rows of one sequence may share the step."""
@@ -77,7 +92,7 @@ class StepFunctions:
         sampling = sample(logits, state, take_rows(state, slots), positions + 1)
         state = record_tokens(state, slots, sampling.tokens, positions + 1)
         prompt = score_if(jnp.any(batch.targets >= 0), logits, jnp.maximum(batch.targets, 0))
-        return kv, state, StepOut(sampling, prompt)
+        return kv, state, StepOut(sampling, (prompt,))
 
     def _tokens(
         self, token_ids: jax.Array, positions: jax.Array, valid: jax.Array, tables: jax.Array, rows: Rows
@@ -102,14 +117,3 @@ class StepFunctions:
         if logits.shape[-1] % mesh.size == 0:
             logits = lax.with_sharding_constraint(logits, NamedSharding(mesh, PartitionSpec(None, *mesh.axis_names)))
         return lax.with_sharding_constraint(logits, self.replicated)
-
-    def _prompt_logprobs(self, params: Params, hidden: jax.Array, targets: jax.Array, sampling: Sampling) -> Logprobs:
-        """Log-probabilities of `targets` i32[T], a block of rows at a time: [T, V] never exists."""
-        num_tokens, vocab_size = targets.shape[0], sampling.logprobs.top.shape[-1]
-
-        def blocks() -> Logprobs:
-            rows = (hidden.reshape(-1, PROMPT_BLOCK, hidden.shape[-1]), jnp.maximum(targets, 0).reshape(-1, PROMPT_BLOCK))
-            out = lax.map(lambda row: score(self._logits(params, row[0]), row[1]), rows)
-            return jax.tree.map(lambda x: x.reshape(num_tokens, *x.shape[2:]), out)
-
-        return lax.cond(jnp.any(targets >= 0), blocks, lambda: no_logprobs(num_tokens, vocab_size))

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jdisagg.engine.device import Device
-from jdisagg.engine.executables import executables
+from jdisagg.engine.executables import Executable, executables
 from jdisagg.engine.runner import ModelRunner
 
 log = logging.getLogger(__name__)
@@ -30,10 +30,9 @@ class Warmed:
 def warm_up(runner: ModelRunner) -> list[Warmed]:
     """Run everything once that the worker can need, on padding alone: slots, counts and pages (but the null page) stay."""
     warmed: list[Warmed] = []
-    calls = _calls(runner.device)
     for executable in executables(runner.shape, runner.device.shape):
         started_s = time.monotonic()
-        jax.block_until_ready(calls[executable.name](*executable.arguments))
+        jax.block_until_ready(_run(runner.device, executable))
         _trim()
         warmed.append(Warmed(executable.name, executable.shape, time.monotonic() - started_s))
         log.info("compiled %s (%s) in %.2f s", executable.name, executable.shape, warmed[-1].seconds)
@@ -46,8 +45,8 @@ def _trim() -> None:
         trim(0)
 
 
-def _calls(device: Device) -> dict[str, Callable[..., Any]]:
-    return {
+def _run(device: Device, executable: Executable) -> Any:
+    calls: dict[str, Callable[..., Any]] = {
         "admit": device.admit,
         "append": device.append_pages,
         "history": device.add_history,
@@ -56,5 +55,7 @@ def _calls(device: Device) -> dict[str, Callable[..., Any]]:
         "prefill": device.prefill,
         "decode": device.decode,
         "export": device.export,
+        "score": lambda wanted: device.score(device.empty_hidden(), wanted),
         "import": lambda where: device.import_piece(device.empty_piece(), where),
     }
+    return calls[executable.name](*executable.arguments)

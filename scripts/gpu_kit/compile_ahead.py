@@ -32,7 +32,7 @@ def compile_ahead(config: Config, timeout_s: float) -> int:
     engine = _engine(config)
     steps = [executable for executable in engine.executables() if executable.name in MODEL_STEPS]
     model = DecoderModel(engine.form.spec, choose_ops(engine.layout, engine.mesh), engine.form.layer_loop)
-    functions = jit_functions(model, engine.layout, engine.mesh)
+    functions = jit_functions(model, engine.layout, engine.mesh, hidden_rows=engine.sizes.device.prefill_tokens)
     held = (engine.params, (engine.kv,), engine.state)  # and host arrays, as `Device` has them: the cache goes by the text
     lowered = [functions[step.name].lower(*held, *step.arguments) for step in steps]
     threads = ThreadPoolExecutor(THREADS)

@@ -73,7 +73,9 @@ class Subject:
             params, layout = stack_layers(params), replace(layout, heads_major=False, as_bits=False)
             model = (ScannedModel if form is Form.SCANNED else DecoderModel)(spec, PlainOps(), LayerLoop.SCAN)
         width = -(-(context + steps) // PAGE_SIZE)
-        sizes = DeviceShape(max_num_seqs=batch, pages_per_seq=width, vocab_size=spec.vocab_size, chunk_tokens=256)
+        sizes = DeviceShape(
+            max_num_seqs=batch, pages_per_seq=width, vocab_size=spec.vocab_size, chunk_tokens=256, prefill_tokens=0
+        )
         self._spec, self._context = spec, context
         self._kv_token_bytes = layout.bytes_per_page // PAGE_SIZE
         self._device = Device(model, params, layout, mesh, sizes, num_pages=1 + batch * width)

@@ -74,7 +74,7 @@ def test_every_executable_lowers_and_stays_in_place() -> None:
     sizes = size_engine(loaded.spec, form.layout(mesh, 4), CONFIG, Role.UNIFIED, lambda: None)
     engine = AbstractEngine(form=form, mesh=mesh, page_size=4, sizes=sizes)
     steps = {each.name: compile_step(engine, each) for each in engine.executables()}
-    assert set(steps) == {*STATE_UPDATES, "prefill", "decode", "export", "import"}
+    assert set(steps) == {*STATE_UPDATES, "prefill", "score", "decode", "export", "import"}
     assert all(step.error is None and step.in_place for step in steps.values())
     counts = {each.kind: each.count for each in steps["decode"].collectives if not each.optional}
     assert counts["all-reduce"] >= 2 * loaded.spec.num_layers

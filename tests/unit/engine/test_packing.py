@@ -56,13 +56,15 @@ def test_roles_get_the_executables_they_can_need():
 
 
 def test_every_prompt_token_is_fed_once_at_its_position():
-    prompts = {slot: prompt_of(length, seed=slot) for slot, length in enumerate([33, 1, 16, 50])}
+    prompts = {slot: prompt_of(length, seed=slot) for slot, length in enumerate([33, 1, 16, 90])}
     chunks = [chunk for slot, prompt in prompts.items() for chunk in chunk_up(slot, prompt, [len(prompt)], num_top=1)]
     fed: dict[tuple[int, int], int] = {}
-    sampled, wanted = [], {}
-    for step in pack_prefill(chunks, (PrefillBucket(32, 2), PrefillBucket(64, 2)), dummy_slot=9):
+    wanted: dict[tuple[int, int], int] = {}
+    sampled = []
+    for step in pack_prefill(chunks, (PrefillBucket(32, 2), PrefillBucket(128, 2)), dummy_slot=9):
         batch = step.batch
-        assert len(batch.token_ids) in (32, 64)
+        assert len(batch.token_ids) in (32, 128)
+        assert [scored.shape for scored in step.scored] == [(2, 64)] * -(-sum(len(each.rows) for each in step.targets) // 64)
         for index in np.flatnonzero(batch.positions >= 0):
             key = (int(batch.tile_slots[index // 16]), int(batch.positions[index]))
             assert key not in fed
@@ -71,10 +73,13 @@ def test_every_prompt_token_is_fed_once_at_its_position():
             assert batch.positions[batch.sample_tokens[row]] == len(prompts[slot]) - 1
             sampled.append(slot)
         for targets in step.targets:
-            wanted[targets.slot] = wanted.get(targets.slot, []) + batch.targets[list(targets.rows)].tolist()
+            pairs = np.concatenate(step.scored, axis=1)[:, list(targets.rows)]
+            assert tuple(pairs[1]) == targets.token_ids
+            for at, token in pairs.T.tolist():
+                wanted[int(batch.tile_slots[at // 16]), int(batch.positions[at])] = token
     assert fed == {(slot, position): token for slot, prompt in prompts.items() for position, token in enumerate(prompt)}
     assert sorted(sampled) == [0, 1, 2, 3]
-    assert {slot: prompt[1:] for slot, prompt in prompts.items() if len(prompt) > 1} == wanted
+    assert wanted == {(slot, at): token for slot, prompt in prompts.items() for at, token in enumerate(prompt[1:])}
 
 
 def test_history_counts_prompt_and_generated_tokens():

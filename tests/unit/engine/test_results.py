@@ -15,7 +15,7 @@ def step(token: int, *, bad: bool = False) -> Part:
     chosen = np.array([-0.5 * token], np.float32)
     logprobs = Logprobs(chosen=chosen, top_ids=np.zeros((1, 2), np.int32), top=np.zeros((1, 2), np.float32))
     sampling = Sampling(tokens=np.array([token]), bad=np.array([bad]), logprobs=logprobs)
-    return Part(Packed(np.array([3]), ((0, 3),)), StepOut(sampling, None), {3: 0})
+    return Part(Packed(np.array([3]), ((0, 3),)), StepOut(sampling, ()), {3: 0})
 
 
 def test_tokens_of_several_steps_end_with_the_first_bad_one() -> None:

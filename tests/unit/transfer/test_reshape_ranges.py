@@ -42,7 +42,7 @@ def runner(number: int) -> ModelRunner:
     tp, page_size, dtype, chunk = ENDS[number]
     spec = KVSpec(num_layers=LAYERS, num_kv_heads=HEADS, features=FEATURES, dtype=dtype)
     mesh = make_mesh(jax.devices("cpu"), tp)
-    shape = DeviceShape(max_num_seqs=1, pages_per_seq=1, vocab_size=1, chunk_tokens=chunk)
+    shape = DeviceShape(max_num_seqs=1, pages_per_seq=1, vocab_size=1, chunk_tokens=chunk, prefill_tokens=0)
     device = Device(cast(Any, None), {}, choose_layout(spec, mesh, page_size), mesh, shape, num_pages=NUM_PAGES)
     ready = ModelRunner(device, NO_MODEL)
     ready.import_tokens(((1,),), ready.export_tokens(((1,),), 0, 1))
