@@ -7,16 +7,17 @@ straight line through them tells of the full depth; `layers` says so.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
 from jdisagg.aot.abstract import MODEL_STEPS, AbstractEngine
-from jdisagg.aot.findings import Collective, Copy, Precious, collectives, copies, kernels
+from jdisagg.aot.findings import Precious, Program, collectives, copies, kernels, led_by_host
 from jdisagg.aot.hlo import parse
 from jdisagg.core.config import LayerLoop
+from jdisagg.engine.compile_options import GPU_PLATFORMS
 from jdisagg.engine.executables import Executable
 from jdisagg.models.abstract import bytes_per_device
 
@@ -41,20 +42,13 @@ class CompiledStep:
     donated_bytes: int  # of arguments that the result may take over: cache and state
     aliased_bytes: int = 0  # of them that it does
     cache_bytes: int
-    collectives: tuple[Collective, ...] = ()
-    copies: tuple[Copy, ...] = ()
-    kernels: dict[str, int] = field(default_factory=dict)  # Pallas kernels by name: calls in a step
+    program: Program = field(default_factory=Program)
     error: str | None = None
 
     @property
     def in_place(self) -> bool:
         """True when everything donated is updated where it lies."""
         return self.aliased_bytes >= self.donated_bytes
-
-    @property
-    def required_copies(self) -> tuple[Copy, ...]:
-        """Those that every step makes."""
-        return tuple(copy for copy in self.copies if not copy.optional)
 
 
 def compile_step(engine: AbstractEngine, executable: Executable, *, all_layers: bool = False) -> CompiledStep:
@@ -83,6 +77,7 @@ def _compile(engine: AbstractEngine, executable: Executable) -> CompiledStep:
     except jax.errors.JaxRuntimeError as error:
         return replace(step, error=str(error).strip().splitlines()[0], compile_cpu_s=time.process_time() - began_s)
     compile_cpu_s = time.process_time() - began_s
+    platform = engine.mesh.devices.flat[0].platform
     module, memory = parse(compiled.as_text()), compiled.memory_analysis()
     trips = spec.num_layers if engine.form.layer_loop is LayerLoop.SCAN else 1
     return replace(
@@ -93,9 +88,12 @@ def _compile(engine: AbstractEngine, executable: Executable) -> CompiledStep:
         code_bytes=memory.generated_code_size_in_bytes,
         padding_bytes=max(0, memory.argument_size_in_bytes - bytes_per_device(engine.arguments(executable))),
         aliased_bytes=module.aliased_bytes,
-        collectives=collectives(module, trips=trips),
-        copies=copies(module, _precious(engine, executable)),
-        kernels=kernels(module, trips=trips),
+        program=Program(
+            collectives=collectives(module, trips=trips),
+            copies=copies(module, _precious(engine, executable)),
+            kernels=kernels(module, trips=trips),
+            led_by_host=led_by_host(module) if platform in GPU_PLATFORMS else (),
+        ),
     )
 
 
@@ -141,12 +139,5 @@ def _extrapolate(steps: Sequence[CompiledStep], depth: int, donated_bytes: int, 
         donated_bytes=donated_bytes,
         aliased_bytes=donated_bytes - max(0, round(line(0, missing))),
         cache_bytes=cache_bytes,
-        collectives=tuple(_deeper(first.collectives, each, line) for each in second.collectives),
-        kernels={name: round(line(first.kernels.get(name, 0), count)) for name, count in second.kernels.items()},
+        program=second.program.at_depth(first.program, line),
     )
-
-
-def _deeper(before: Sequence[Collective], after: Collective, line: Callable[[float, float], float]) -> Collective:
-    same = next((each for each in before if (each.kind, each.optional) == (after.kind, after.optional)), None)
-    count, total = (same.count, same.total_bytes) if same is not None else (0, 0)
-    return replace(after, count=round(line(count, after.count)), total_bytes=round(line(total, after.total_bytes)))

@@ -37,13 +37,13 @@ def explanations(engine: EngineReport, source: str) -> Iterator[str]:
             f"{step.name} ({step.shape}): code {step.code_bytes / MIB:.1f} MiB, state {state / MIB:.1f} MiB, "
             f"padding {step.padding_bytes / MIB:.1f} MiB, "
             f"{step.aliased_bytes / MIB:.1f} of {step.donated_bytes / MIB:.1f} MiB donated stay in place, "
-            f"kernels: {', '.join(f'{count} {name}' for name, count in step.kernels.items()) or 'plain XLA'}"
+            f"kernels: {', '.join(f'{count} {name}' for name, count in step.program.kernels.items()) or 'plain XLA'}"
         )
         if step.error is not None:
             yield f"    refused: {step.error}"
-        for each in step.collectives:
+        for each in step.program.collectives:
             when = ", only in some steps" if each.optional else ""
             yield f"    {each.count} {each.kind} of up to {each.largest_bytes / MIB:.2f} MiB{when}"
-        for copy in step.copies:
+        for copy in step.program.copies:
             when = ", only in some steps" if copy.optional else ""
             yield f"    copy of a {copy.of}: {copy.shape}, {copy.num_bytes / MIB:.1f} MiB ({copy.instruction}){when}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 from jdisagg.aot.hlo import Module, Reached, Shape
 
@@ -12,6 +13,8 @@ _MOVES = frozenset(
     ("copy", "copy-start", "transpose", "slice", "dynamic-slice", "concatenate", "convert", "broadcast", "reverse")
 )
 _KERNEL_TARGETS = ("tpu_custom_call", "mosaic_gpu", "triton_kernel_call", "__gpu$xla.gpu.triton")
+_OUT_OF_GRAPH = ("while", "sort")
+_SORT_TARGETS = ("__cub$DeviceRadixSort", "__gpu$TopK")
 _PARAMS = "params["  # the steps' first argument
 _NUMBER = re.compile(r"(\.\d+|\.clone)+$")
 
@@ -36,6 +39,36 @@ class Copy:
     shape: str
     num_bytes: int
     optional: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """What one step's program does besides computing."""
+
+    collectives: tuple[Collective, ...] = ()
+    copies: tuple[Copy, ...] = ()
+    kernels: dict[str, int] = field(default_factory=dict)  # Pallas kernels by name: calls in a step
+    led_by_host: tuple[str, ...] = ()  # instructions, on a GPU: see `led_by_host`
+
+    @property
+    def required_copies(self) -> tuple[Copy, ...]:
+        """Those that every step makes."""
+        return tuple(copy for copy in self.copies if not copy.optional)
+
+    def at_depth(self, shallower: Program, line: Callable[[float, float], float]) -> Program:
+        """The program of a deeper model. `line`: from the counts of two depths, the shallower one's first, to its own."""
+
+        def deeper(after: Collective) -> Collective:
+            kind = (after.kind, after.optional)
+            before = next((each for each in shallower.collectives if (each.kind, each.optional) == kind), None)
+            count, total = (before.count, before.total_bytes) if before is not None else (0, 0)
+            return replace(after, count=round(line(count, after.count)), total_bytes=round(line(total, after.total_bytes)))
+
+        return replace(
+            self,
+            collectives=tuple(map(deeper, self.collectives)),
+            kernels={name: round(line(shallower.kernels.get(name, 0), count)) for name, count in self.kernels.items()},
+        )
 
 
 def collectives(module: Module, *, trips: int) -> tuple[Collective, ...]:
@@ -67,6 +100,17 @@ def kernels(module: Module, *, trips: int) -> dict[str, int]:
             name = _NUMBER.sub("", reached.instruction.name)
             found[name] = found.get(name, 0) + (trips if reached.num_loops else 1)
     return found
+
+
+def led_by_host(module: Module) -> tuple[str, ...]:
+    """Instructions that XLA:GPU keeps out of the CUDA graph of a step: loops and sorts. The host leads them, and with them
+    every condition of the step, for whose value it waits."""
+    found = dict.fromkeys(
+        reached.instruction.name
+        for reached in module.walk()
+        if reached.instruction.opcode in _OUT_OF_GRAPH or reached.instruction.target.startswith(_SORT_TARGETS)
+    )
+    return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,7 @@
 """What must hold of every step on every kind of device, seen in what its real compiler makes of it.
 
     cache and state fully in place, temporaries below 5 % of the cache, no copy of the cache, no copy of a weight
+    on a GPU nothing that its host has to lead
 
 A small model of two layers, with a cache of 512 MiB on each device, or more: small caches hide copies, and what activations
 need does not grow with it.
@@ -103,7 +104,8 @@ class Gate:
             found.append(f"temp {100 * step.temp_bytes / step.cache_bytes:.0f} % of the cache")
         if step.padding_bytes >= MOST_TEMP * step.cache_bytes:
             found.append(f"arrays padded by {100 * step.padding_bytes / step.cache_bytes:.0f} % of the cache")
-        found += [f"copy of a {copy.of} {copy.shape}" for copy in step.required_copies]
+        found += [f"copy of a {copy.of} {copy.shape}" for copy in step.program.required_copies]
+        found += [f"the host leads {name}" for name in step.program.led_by_host]
         return tuple(found)
 
 

@@ -83,7 +83,7 @@ def _steps(steps: Sequence[CompiledStep]) -> list[list[str]]:
         if step.error is not None:
             rows.append([f"{step.name} ({step.shape})", f"{step.compile_cpu_s:.1f}", "-", "-", "-", "REFUSED"])
             continue
-        moved = ", ".join(f"{each.count} {each.kind}" for each in step.collectives if not each.optional) or "none"
+        moved = ", ".join(f"{each.count} {each.kind}" for each in step.program.collectives if not each.optional) or "none"
         rows.append(
             [
                 f"{step.name} ({step.shape}){mark}",
@@ -99,7 +99,7 @@ def _steps(steps: Sequence[CompiledStep]) -> list[list[str]]:
 
 def count_copies(step: CompiledStep) -> str:
     """Copies of weights or cache that every step makes, and behind + those that some steps make."""
-    required, some = len(step.required_copies), len(step.copies) - len(step.required_copies)
+    required, some = len(step.program.required_copies), len(step.program.copies) - len(step.program.required_copies)
     return f"{required}+{some}" if some else str(required)
 
 
@@ -108,8 +108,12 @@ def _remarks(engine: EngineReport) -> Iterator[str]:
     if shallow is not None:
         depths = " and ".join(map(str, shallow.layers))
         yield f"* compiled with {depths} layers; the figures are the straight line through them at the model's depth"
-    if any(step.copies != step.required_copies for step in engine.steps):
+    if any(step.program.copies != step.program.required_copies for step in engine.steps):
         yield "+ copies in a branch that only some steps take (log-probabilities of prompts)"
+    for step in engine.steps:
+        if step.program.led_by_host:
+            names = ", ".join(step.program.led_by_host)
+            yield f"{step.name} ({step.shape}) is not one CUDA graph: the host leads {names}, and waits for the device there"
     if engine.steps_need_bytes is not None:
         kept = engine.budget.steps_bytes
         yield f"steps need {_gib(engine.steps_need_bytes)} GiB (state, code, temp, padding of arrays), {_gib(kept)} are kept"

@@ -65,7 +65,7 @@ def test_steps_stay_in_place_and_copy_neither_cache_nor_weights_on_any_tpu(tmp_p
     for gate in gates:
         assert gate["step"]["cache_bytes"] >= 256 * 2**20
         if (gate["step"]["name"], gate["head_dim"], gate["kv_dtype"]) == ("decode", 128, "bfloat16"):
-            assert gate["step"]["kernels"], "attention of a decode step is a kernel of ours"
+            assert gate["step"]["program"]["kernels"], "attention of a decode step is a kernel of ours"
 
 
 @needs_libtpu

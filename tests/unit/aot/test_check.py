@@ -76,7 +76,7 @@ def test_every_executable_lowers_and_stays_in_place() -> None:
     steps = {each.name: compile_step(engine, each) for each in engine.executables()}
     assert set(steps) == {*STATE_UPDATES, "prefill", "score", "decode", "export", "import"}
     assert all(step.error is None and step.in_place for step in steps.values())
-    counts = {each.kind: each.count for each in steps["decode"].collectives if not each.optional}
+    counts = {each.kind: each.count for each in steps["decode"].program.collectives if not each.optional}
     assert counts["all-reduce"] >= 2 * loaded.spec.num_layers
 
 
@@ -88,7 +88,9 @@ def test_a_deep_unrolled_model_is_extrapolated_and_says_so() -> None:
     (decode,) = [each for each in engine.executables() if each.name == "decode"]
     guessed, whole = compile_step(engine, decode), compile_step(engine, decode, all_layers=True)
     assert (guessed.layers, whole.layers) == ((2, 3), (9,))
-    assert [(each.kind, each.count) for each in guessed.collectives] == [(each.kind, each.count) for each in whole.collectives]
+    assert [(each.kind, each.count) for each in guessed.program.collectives] == [
+        (each.kind, each.count) for each in whole.program.collectives
+    ]
     assert guessed.in_place
     assert (guessed.donated_bytes, guessed.cache_bytes) == (whole.donated_bytes, whole.cache_bytes)
 

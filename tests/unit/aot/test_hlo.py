@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jdisagg.aot.findings import Precious, collectives, copies, kernels
+from jdisagg.aot.findings import Precious, collectives, copies, kernels, led_by_host
 from jdisagg.aot.hlo import parse
 
 WEIGHTS = frozenset({("bf16", (64, 32))})
@@ -93,6 +93,15 @@ def test_scales_are_cache_in_their_own_dtype_alone() -> None:
 
 def test_kernels_are_named_without_their_numbers() -> None:
     assert kernels(parse(TEXT), trips=10) == {"attention": 10}
+
+
+def test_a_gpu_s_host_leads_loops_and_sorts_also_those_of_a_branch() -> None:
+    assert led_by_host(parse(TEXT)) == ("while.1",)
+    gathered = "%all-gather-start.2 = (f32[4], f32[32]) all-gather-start(%z), channel_id=2, dimensions={0}"
+    for sort in ("sort(%z), dimensions={0}", 'custom-call(%z), custom_call_target="__cub$DeviceRadixSort"'):
+        sorts = TEXT.replace(gathered, f"%s.1 = f32[4] {sort}")
+        assert sorts != TEXT
+        assert set(led_by_host(parse(sorts))) == {"while.1", "s.1"}
 
 
 @pytest.mark.parametrize("donated", [True, False])
