@@ -74,7 +74,7 @@ class Case:
 FEW = (
     Case(topology="v5e:2x4", tp=1, head_dim=128),
     Case(topology="v5p:2x2x2", tp=4, head_dim=64),
-    Case(topology="v6e:2x4", tp=8, head_dim=128, steps=("prefill", "decode", "export", "import")),
+    Case(topology="v6e:2x4", tp=8, head_dim=128, steps=("prefill", "score", "decode", "export", "import")),
     Case(topology="v6e:2x4", tp=4, head_dim=64, steps=("export",)),  # a layer of its piece has the shape of a weight
     Case(topology="tpu7x:2x2x1", tp=4, head_dim=128),
     Case(topology="v6e:2x4", tp=4, head_dim=128, kv_dtype=QUANTISED, steps=("prefill", "decode", "export", "import")),

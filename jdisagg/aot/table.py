@@ -109,7 +109,7 @@ def _remarks(engine: EngineReport) -> Iterator[str]:
         depths = " and ".join(map(str, shallow.layers))
         yield f"* compiled with {depths} layers; the figures are the straight line through them at the model's depth"
     if any(step.program.copies != step.program.required_copies for step in engine.steps):
-        yield "+ copies in a branch that only some steps take (log-probabilities of prompts)"
+        yield "+ copies in a branch that only some steps take"
     for step in engine.steps:
         if step.program.led_by_host:
             names = ", ".join(step.program.led_by_host)
