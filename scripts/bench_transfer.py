@@ -2,8 +2,8 @@
 
     PYTHONPATH=. JAX_PLATFORMS=cpu python scripts/bench_transfer.py [--runs 5] [--quick] [--json FILE]
 
-1. Totals of 64 KiB to 1 GiB in pieces of --piece-mib, four pieces published ahead, over a real hand-off stream: from Open to
-   the last piece confirmed on D's device. Beside them, in the same run and in turns, a plain TCP socket (received into fresh
+1. Totals of 64 KiB to 1 GiB in pieces of --piece-mib, --window of them published ahead, over a real hand-off stream: from Open
+   to the last piece confirmed on D's device. Beside them, in the same run and in turns, a plain TCP socket (received into fresh
    buffers), a copy within one process, and what the libraries below grpc and jax give with nothing of ours around them (bare).
    CPU seconds are those of both processes, all threads.
 2. The control path: Open to the announcement of a 64 KiB piece that P has at hand. 3. Checksums on against off.
@@ -25,6 +25,7 @@ from transfer_bench.bare import BareGrpc, BareJax, RawTcp, memcpy
 from transfer_bench.consumer import Moved, connected
 from transfer_bench.parts import TOKEN_BYTES, Form
 
+from jdisagg.handoff.credit import WINDOW_PIECES
 from jdisagg.serve.environment import keep_freed_memory
 
 BACKENDS = ("grpc", "tcp", "shm", "jax")
@@ -47,6 +48,7 @@ def main() -> int:
     parser.add_argument("--backends", default=",".join(BACKENDS), help="which ones")
     parser.add_argument("--quick", action="store_true", help="one run, 16 MiB at most: does it work at all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there as well")
+    parser.add_argument("--window", type=int, default=WINDOW_PIECES, help="pieces published ahead (default %(default)s)")
     options = parser.parse_args()
     keep_freed_memory(os.environ)  # as a worker does; the plain socket's receiver has it as well
     runs, totals = (1, TOTALS[:3]) if options.quick else (options.runs, TOTALS)
@@ -59,7 +61,10 @@ def main() -> int:
     print(f"{one_line(report['machine'])}\npieces of {options.piece_mib} MiB, {runs} runs: median [lowest to highest]\n")
     print(f"{'':>14} {'total':>9} {'GB/s':>22} {'CPU s/GB':>22} {'of which P':>10} {'of TCP/s':>9} {'of TCP/core-s':>13}")
     for total in totals:
-        bench_total(total, options.piece_mib * 2**20, runs, options.backends.split(","), report["rows"])
+        size = min(options.piece_mib * 2**20, total)
+        shape = {"tokens": size // TOKEN_BYTES, "window": options.window}
+        forms = [Form(backend=name, checksums=on, **shape) for name in options.backends.split(",") for on in (True, False)]
+        bench_total(total, size, runs, forms, report["rows"])
     print(f"\ncontrol path, Open to ChunkReady, {ROUND_TRIPS} times (target: p50 below {TARGET_CONTROL_MS:g} ms)")
     report["control_ms"] = {name: control(name) for name in options.backends.split(",")}
     if options.json:
@@ -67,11 +72,9 @@ def main() -> int:
     return 0
 
 
-def bench_total(total: int, piece_bytes: int, runs: int, backends: list[str], rows: list[dict[str, Any]]) -> None:
-    """One block of the table; everything takes turns, run by run."""
-    size = min(piece_bytes, total)
+def bench_total(total: int, size: int, runs: int, forms: list[Form], rows: list[dict[str, Any]]) -> None:
+    """One block of the table, in pieces of `size` bytes; everything takes turns, run by run."""
     count = total // size
-    forms = [Form(backend=name, tokens=size // TOKEN_BYTES, checksums=on) for name in backends for on in (True, False)]
     tcp = RawTcp(size)
     moved: dict[str, list[Moved]] = {"TCP": [], "memcpy": []}
     tcp.move(count)
@@ -86,7 +89,7 @@ def bench_total(total: int, piece_bytes: int, runs: int, backends: list[str], ro
             for _ in range(runs):
                 moved[name].append(consumer.move(count))
                 moved["TCP"].append(tcp.move(count))
-    for library in (name for name in BARE if name in backends):
+    for library in (name for name in BARE if name in {form.backend for form in forms}):
         bare = BARE[library](size)
         bare.move(max(1, min(count, 16)))
         moved[f"bare {library}"] = [bare.move(count) for _ in range(runs)]

@@ -17,6 +17,7 @@ from gpu_kit.findings import Findings
 from gpu_kit.roofline import copy_bytes_per_s, seconds_each
 from gpu_kit.setting import Setting
 from gpu_kit.targets import HANDOFF, OF_TCP
+from jdisagg.handoff.credit import WINDOW_PIECES
 from jdisagg.kv.layout import KVLayout, choose_layout
 from jdisagg.kv.spec import KVSpec
 from jdisagg.models.sharding import make_mesh
@@ -26,6 +27,7 @@ WAIT_SHARE = 0.5  # of the time there is, for one answer: of a backend that hang
 PAGE_SIZE = 16
 WARM_PIECES = 4
 PLAIN = "plain TCP"
+WIDE = 8  # pieces: whether waiting for acknowledgements costs anything
 
 
 def run(setting: Setting, findings: Findings) -> None:
@@ -40,6 +42,7 @@ def run(setting: Setting, findings: Findings) -> None:
             known = PLAIN in rates and backend in rates and not setting.small
             findings.target(OF_TCP, rates[backend] / rates[PLAIN] if known else None, why if PLAIN in rates else "no plain TCP")
     findings.attempt("gather and scatter", partial(_on_device, setting, findings))
+    findings.attempt("hand-off over jax, wider window", partial(_between, "jax", setting, rates, findings, window=WIDE))
 
 
 def _on_device(setting: Setting, findings: Findings) -> None:
@@ -84,16 +87,19 @@ def _plain(setting: Setting, rates: dict[str, float], findings: Findings) -> Non
         socket.close()
 
 
-def _between(backend: str, setting: Setting, rates: dict[str, float], findings: Findings) -> None:
+def _between(
+    backend: str, setting: Setting, rates: dict[str, float], findings: Findings, *, window: int = WINDOW_PIECES
+) -> None:
     """From Open to the last piece confirmed on D's device, over a real hand-off stream."""
     scale = setting.scale
     count = scale.moved_bytes // scale.piece_bytes
-    form = Form(backend=backend, tokens=scale.piece_bytes // TOKEN_BYTES, checksums=True)
+    form = Form(backend=backend, tokens=scale.piece_bytes // TOKEN_BYTES, checksums=True, window=window)
     with connected(form, wait_s=WAIT_SHARE * setting.clock.left_s()) as consumer:
         consumer.move(WARM_PIECES)
         moved = [consumer.move(count) for _ in range(scale.repeats)]
         first_ms = sorted(1e3 * consumer.first_chunk_s() for _ in range(10 * scale.repeats))
-    _tell(backend, moved, setting, rates, findings, open_to_announcement_ms=first_ms[len(first_ms) // 2])
+    name = backend if window == WINDOW_PIECES else f"{backend}, window of {window} pieces"
+    _tell(name, moved, setting, rates, findings, open_to_announcement_ms=first_ms[len(first_ms) // 2])
 
 
 def _tell(

@@ -9,6 +9,7 @@ import numpy as np
 
 from jdisagg.api.peer.byte_source import GrpcByteSource
 from jdisagg.core.config import TransferConfig
+from jdisagg.handoff.credit import WINDOW_PIECES
 from jdisagg.handoff.identity import Backend, CacheGroup, Identity
 from jdisagg.kv.spec import KVSpec
 from jdisagg.transfer.base import Fetcher, Post, Publisher
@@ -36,6 +37,7 @@ class Form:
     backend: str
     tokens: int
     checksums: bool
+    window: int = WINDOW_PIECES  # pieces published and not acknowledged
 
     @property
     def piece_bytes(self) -> int:

@@ -23,7 +23,6 @@ from jdisagg.serve.environment import keep_freed_memory
 from jdisagg.transfer.base import Piece, Published, Publisher, PublishFailed
 from transfer_bench.parts import HOST, PATIENT, Form, device_piece, identity, make_publisher
 
-WINDOW = 4  # pieces published and not acknowledged, as in the hand-off
 GATHER_S = 60.0
 CPU = "cpu"  # the question for CPU seconds
 
@@ -47,7 +46,7 @@ class Engine:
             match self._inbox.get():
                 case PeerOpened() as opened:
                     self._opened, self._keys = opened, iter(range(opened.message.held_tokens))
-                    for _ in range(WINDOW):
+                    for _ in range(self._form.window):
                         self._publish()
                 case Published(ready=ready) if self._opened is not None:
                     self._opened.reply.send(ready)

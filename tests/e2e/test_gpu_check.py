@@ -52,7 +52,7 @@ def test_every_section_runs_small_on_a_cpu(tmp_path: Path) -> None:
         assert held["every stream goes on as if nothing had happened"]["detail"] == "48 of 48"
         assert sections[f"pair-{backend}"]["found"]["facts"]["recoveries"] > 0
     rates = [row["backend"] for row in sections["moving"]["found"]["tables"]["between two processes"]]
-    assert rates == ["plain TCP", "jax", "grpc", "shm"]
+    assert rates == ["plain TCP", "jax", "grpc", "shm", "jax, window of 8 pieces"]
     assert sections["batch"]["found"]["facts"]["answers_equal"] == 4  # transformers', in float32
     targets = [target for section in sections.values() for target in section["found"].get("targets", [])]
     assert len(targets) >= 4

@@ -89,20 +89,20 @@ def test_what_has_a_target_is_measured_first() -> None:
 def test_a_target_is_told_before_the_next_part_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, told = tmp_path / "f.json", dict[str, bool]()
 
-    def between(backend: str, _setting: Setting, rates: dict[str, float], findings: Findings) -> None:
+    def between(backend: str, _setting: Setting, rates: dict[str, float], findings: Findings, *, window: int = 0) -> None:
         findings.row("rates", backend=backend)
-        told[backend], rates[backend] = HANDOFF.name in path.read_text(), 6.0
+        told[f"{backend} {window}"], rates[backend] = HANDOFF.name in path.read_text(), 6.0
 
     monkeypatch.setattr(moving_section, "_between", between)
     monkeypatch.setattr(moving_section, "_on_device", lambda *_: None)
     moving_section.run(setting(tmp_path, 20.0), Findings(path))
-    assert told == {"jax": False, "grpc": True, "shm": True}
+    assert told == {"jax 0": False, "grpc 0": True, "shm 0": True, "jax 8": True}
 
 
 def test_a_share_of_what_was_not_measured_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "f.json"
     monkeypatch.setattr(moving_section, "_plain", lambda *_: 1 / 0)
-    monkeypatch.setattr(moving_section, "_between", lambda backend, _setting, rates, _findings: rates.update({backend: 6.0}))
+    monkeypatch.setattr(moving_section, "_between", lambda backend, _setting, rates, *_, **__: rates.update({backend: 6.0}))
     monkeypatch.setattr(moving_section, "_on_device", lambda *_: None)
     moving_section.run(setting(tmp_path, 20.0), Findings(path))
     [target] = [one for one in json.loads(path.read_text())["targets"] if one["name"] == OF_TCP.name]
