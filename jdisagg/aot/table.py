@@ -116,7 +116,8 @@ def _remarks(engine: EngineReport) -> Iterator[str]:
             yield f"{step.name} ({step.shape}) is not one CUDA graph: the host leads {names}, and waits for the device there"
     if engine.steps_need_bytes is not None:
         kept = engine.budget.steps_bytes
-        yield f"steps need {_gib(engine.steps_need_bytes)} GiB (state, code, temp, padding of arrays), {_gib(kept)} are kept"
+        parts = "state, code, temp with results, padding of arrays"
+        yield f"steps need {_gib(engine.steps_need_bytes)} GiB ({parts}), {_gib(kept)} are kept"
     if len(engine.steps) < engine.num_executables:
         yield f"{len(engine.steps)} of {engine.num_executables} executables were compiled, the largest of each kind"
 

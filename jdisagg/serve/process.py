@@ -64,7 +64,7 @@ class Process:
         """Install the signal handlers. SIGUSR1 writes stacks even when the loop is stuck."""
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, number)
-        faulthandler.unregister(signal.SIGUSR1)  # it would chain to what was there before `end_when_told`
+        faulthandler.unregister(signal.SIGUSR1)  # it would go on chaining to what `end_when_told` left there
         loop.add_signal_handler(signal.SIGUSR1, self._dump)
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
