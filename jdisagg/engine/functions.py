@@ -26,7 +26,7 @@ from jdisagg.kv.group import KVGroup
 from jdisagg.kv.layout import KVLayout
 
 
-def jit_functions(model: DecoderModel, layout: KVLayout, mesh: Mesh, *, hidden_rows: int = 0) -> dict[str, Any]:
+def jit_functions(model: DecoderModel, layout: KVLayout, mesh: Mesh, *, hidden_rows: int) -> dict[str, Any]:
     """Every function by name. `hidden_rows`: as in `StepFunctions`. `mesh` may be one of abstract devices: then they can be
     lowered and compiled, not called."""
     whole, kv, pieces = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, layout.partition), layout.piece_sharding(mesh)

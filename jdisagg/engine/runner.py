@@ -180,7 +180,7 @@ class ModelRunner:
     def _prefilled(self, step: Packed) -> StepOut:
         """Hidden rows go with this: nobody reads them but `score`."""
         out = self.device.prefill(step.batch)
-        return StepOut(out.sampling, tuple(self.device.score(out.hidden, wanted) for wanted in step.scored))
+        return StepOut(out.sampling, tuple(self.device.score(out.hidden, wanted) for wanted in step.to_score))
 
     def _decode(self, plan: Plan) -> list[Part]:
         packed = []

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from jdisagg.core.config import CacheConfig, Config, LocalPrefill, Numerics, SchedulerConfig
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.requests import Role
-from jdisagg.engine.buckets import decode_buckets, prefill_buckets
+from jdisagg.engine.buckets import SCORE_ROWS, decode_buckets, prefill_buckets
 from jdisagg.engine.device import DeviceShape
 from jdisagg.engine.runner import RunnerShape
 from jdisagg.kv.layout import KVLayout
@@ -21,6 +21,7 @@ from jdisagg.models.spec import ModelSpec
 
 SMALL_CACHE_BYTES = 2**30  # on CPU, and where every step copies the cache
 _ACTIVATIONS = 8  # float32 copies of the widest activation and of the logits that a step may hold at once
+_SCORES = 4  # of the logits of prompts, which are scored apart (XLA:GPU needs three)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +102,8 @@ def pages_for(num_tokens: int, page_size: int) -> int:
 def steps_bytes(spec: ModelSpec, scheduler: SchedulerConfig) -> int:
     """Upper bound of what decode state and steps need on one device beside weights and pool."""
     widest = max(spec.mlp, spec.embed, spec.attention.num_heads * spec.attention.head_dim)
-    return 4 * _ACTIVATIONS * (scheduler.max_num_batched_tokens * widest + scheduler.max_num_seqs * spec.vocab_size)
+    largest = _ACTIVATIONS * (scheduler.max_num_batched_tokens * widest + scheduler.max_num_seqs * spec.vocab_size)
+    return 4 * max(largest, _SCORES * SCORE_ROWS * spec.vocab_size)
 
 
 def kv_bytes_left(spec: ModelSpec, config: Config, memory: Sequence[DeviceMemory]) -> int:

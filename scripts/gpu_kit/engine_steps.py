@@ -93,7 +93,7 @@ class StepBench:
         new_state = partial(slots.new_state, num_slots, self._width, self.loaded.spec.vocab_size)
         self._state: Any = jax.jit(new_state, out_shardings=self._whole)()
         model = DecoderModel(self.loaded.spec, choose_ops(self.layout, self._mesh), self.loaded.layer_loop)
-        self._functions = jit_functions(model, self.layout, self._mesh)
+        self._functions = jit_functions(model, self.layout, self._mesh, hidden_rows=0)
         self._threads = ThreadPoolExecutor(COMPILE_THREADS)
 
     @property

@@ -44,6 +44,12 @@ def test_70b_on_eight_v6e_chips_has_the_weights_of_its_model_card_and_the_kv_of_
     assert sizes.device.pages_per_seq == 128
 
 
+def test_an_engine_of_few_rows_still_scores_prompts() -> None:
+    few = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=16)
+    budget, _ = make_budget(form("llama3-8b"), engine(1), Config(scheduler=few), DEVICES["h200"])
+    assert budget.steps_bytes == 4 * 4 * 64 * 128256
+
+
 def test_8b_does_not_fit_one_v5e_chip_and_it_says_what_is_missing_and_what_would_do() -> None:
     budget, sizes = make_budget(form("llama3-8b"), engine(1), Config(), DEVICES["v5e"])
     assert sizes is None

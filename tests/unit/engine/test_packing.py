@@ -64,7 +64,7 @@ def test_every_prompt_token_is_fed_once_at_its_position():
     for step in pack_prefill(chunks, (PrefillBucket(32, 2), PrefillBucket(128, 2)), dummy_slot=9):
         batch = step.batch
         assert len(batch.token_ids) in (32, 128)
-        assert [scored.shape for scored in step.scored] == [(2, 64)] * -(-sum(len(each.rows) for each in step.targets) // 64)
+        assert [pairs.shape for pairs in step.to_score] == [(2, 64)] * -(-sum(len(each.rows) for each in step.targets) // 64)
         for index in np.flatnonzero(batch.positions >= 0):
             key = (int(batch.tile_slots[index // 16]), int(batch.positions[index]))
             assert key not in fed
@@ -73,7 +73,7 @@ def test_every_prompt_token_is_fed_once_at_its_position():
             assert batch.positions[batch.sample_tokens[row]] == len(prompts[slot]) - 1
             sampled.append(slot)
         for targets in step.targets:
-            pairs = np.concatenate(step.scored, axis=1)[:, list(targets.rows)]
+            pairs = np.concatenate(step.to_score, axis=1)[:, list(targets.rows)]
             assert tuple(pairs[1]) == targets.token_ids
             for at, token in pairs.T.tolist():
                 wanted[int(batch.tile_slots[at // 16]), int(batch.positions[at])] = token
