@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 HEADER = "authorization"
 OPEN_SERVICE = "/grpc.health."
 CLIENT_SERVICE = "/jdisagg.v1.GenerationService/"
-REFUSED_EVERY_S = 10.0
+REFUSED_EVERY_S, CLIENT_REFUSED_EVERY_S = 10.0, 60.0  # as over HTTP, anybody who reaches the port can cause it
 REFUSAL = (
     "missing or wrong API key; send the metadata 'authorization: Bearer KEY' "
     "(the processes of a fleet share one key: JDISAGG_API_KEY, or --api-key @FILE)"
@@ -41,7 +41,8 @@ class KeyGuard(grpc.aio.ServerInterceptor):
     def __init__(self, api_key: str, client_api_key: str | None = None) -> None:
         self._expected = [key.encode() for key in keys_of(api_key)]
         self._of_clients = [key.encode() for key in keys_of(client_api_key)]
-        self._seldom = Seldom(every_s=REFUSED_EVERY_S)
+        self._seldom = Seldom(every_s=REFUSED_EVERY_S)  # of processes that should be of this fleet
+        self._seldom_of_clients = Seldom(every_s=CLIENT_REFUSED_EVERY_S)  # who hide none of those
 
     async def intercept_service(
         self,
@@ -63,9 +64,9 @@ class KeyGuard(grpc.aio.ServerInterceptor):
         return grpc.stream_unary_rpc_method_handler(refuse)
 
     async def _refuse(self, _: Any, context: grpc.aio.ServicerContext, *, method: str, why: str) -> None:
-        if not method.startswith(CLIENT_SERVICE):  # a process that should be of this fleet; who made a client's call is told
-            text = "%s of %s was refused: missing or wrong API key"
-            self._seldom.say(log, logging.WARNING, text, method, context.peer(), now_s=monotonic())
+        seldom = self._seldom_of_clients if method.startswith(CLIENT_SERVICE) else self._seldom
+        text = "%s of %s was refused: missing or wrong API key"
+        seldom.say(log, logging.WARNING, text, method, context.peer(), now_s=monotonic())
         end_call(context, grpc.StatusCode.UNAUTHENTICATED, why)
 
 

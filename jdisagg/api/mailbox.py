@@ -42,6 +42,10 @@ class Mailbox(Generic[T]):
         """Everything that is there, at least one; see `get`."""
         while not self._items:
             await self._wait()
+        return self.taken()
+
+    def taken(self) -> list[T]:
+        """Everything that is there, which may be nothing; see `take`."""
         items = list(self._items)
         self._items.clear()
         return items

@@ -123,6 +123,10 @@ class HandoffLost(RequestError):
     reason = "handoff_lost"
 
 
+class Quarantined(HandoffLost):
+    """In flight when several workers died: not tried again, and refused for a while."""
+
+
 class NumericalError(RequestError):
     """NaN or infinite logits; the message names step and layer."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 
-from jdisagg.core.errors import HandoffLost
+from jdisagg.core.errors import Quarantined
 from jdisagg.core.requests import EngineRequest
 
 
@@ -29,11 +29,11 @@ class Quarantine:
             del self._until_s[next(iter(self._until_s))]
 
     def check(self, request: EngineRequest, now_s: float) -> None:
-        """Raises HandoffLost while it is quarantined."""
+        """Raises Quarantined while it is quarantined."""
         self.expire(now_s)
         left_s = max(self._until_s.get(key, 0.0) for key in _keys(request)) - now_s if self._until_s else 0.0
         if left_s > 0:
-            raise HandoffLost(
+            raise Quarantined(
                 f"request {request.request_id}: this request or its prompt was in flight when several workers died; "
                 f"quarantined for {left_s:.0f} s more"
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from jdisagg.core.errors import DeadlineExceeded, HandoffLost, Overloaded, RequestError, Unavailable
+from jdisagg.core.errors import DeadlineExceeded, Overloaded, Quarantined, RequestError, Unavailable
 from jdisagg.core.logs import Seldom
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, Output
@@ -63,7 +63,7 @@ class Replays:
         return min(self._worker_wait_s, self._config.place_wait_s)
 
     def admit(self, request: EngineRequest, now_s: float) -> None:
-        """A new request. Raises HandoffLost while it is quarantined."""
+        """A new request. Raises Quarantined while it is quarantined."""
         self._quarantine.check(request, now_s)
         self._budget.admitted()
 
@@ -132,7 +132,7 @@ class Replays:
         if flight.setbacks.blame.deaths >= self._config.max_deaths:
             self._quarantine.add(flight.request, now_s)
             self._metrics.fleet.quarantined.inc()
-            raise HandoffLost(
+            raise Quarantined(
                 f"request {request_id}: in flight when {flight.setbacks.deaths} workers went down "
                 f"(last: {lost.error.message}); not tried again"
             )

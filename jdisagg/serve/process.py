@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 
 import uvloop
 
+from jdisagg.core.log_formats import make_formatter
 from jdisagg.core.outlet import Outlet
 from jdisagg.serve.environment import PARENT_VARIABLE
 
@@ -123,8 +124,13 @@ def end_when_told() -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
+    text = "ended while it was starting; no request was lost"
+    # a line of the log, and yet not logged: another thread may hold the handler's lock, and be kept by a reader
+    record = logging.LogRecord(log.name, logging.INFO, __file__, 0, text, None, None)
+    formatters = [handler.formatter for handler in logging.getLogger().handlers if handler.formatter is not None]
+    line = (formatters[0] if formatters else make_formatter("serve")).format(record)
     with suppress(OSError):  # whoever was to read it may have gone
-        Outlet(sys.stderr).write("ended while it was starting; no request was lost\n")
+        Outlet(sys.stderr).write(f"{line}\n")
     os._exit(0)
 
 

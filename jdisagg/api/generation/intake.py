@@ -118,6 +118,9 @@ async def admit(
             # a drawn seed differs by prompt, so equal prompts differ; a given one means the same answer wherever it stands
             seed=(first_seed + (number if request.seed is None else 0)) % 2**32,
         )
+        if request.max_tokens == 0 < sampling.min_tokens:
+            wanted = "with max_tokens = 0 no token is generated; leave it out, or raise max_tokens"
+            raise invalid("min_tokens", wanted, sampling.min_tokens)
         if sampling.min_tokens > sampling.max_tokens:
             raise invalid("min_tokens", f"must be at most max_tokens = {sampling.max_tokens}", sampling.min_tokens)
         engine_requests += [

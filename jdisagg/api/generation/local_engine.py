@@ -110,13 +110,23 @@ class LocalEngine:
         except Enough:
             enough = True
             raise
+        except asyncio.CancelledError:  # the answer to an abort has what was gathered before it
+            finished = True
+            self._leave(key)  # first: the engine shall not wait for whoever reads it
+            if request.gathered and (gathered := mailbox.taken()) and isinstance(last := in_one(gathered), Output):
+                yield last
+            raise
         finally:
             timer.cancel()
             if self._mailboxes.get(key) is mailbox:
                 del self._mailboxes[key]
             if not finished:
-                self._attempts.left(*key)
-                self.cancel(*key, self._sink, enough=enough)
+                self._leave(key, enough=enough)
+
+    def _leave(self, key: tuple[str, int], *, enough: bool = False) -> None:
+        """Have the engine forget a request that it may still run."""
+        self._attempts.left(*key)
+        self.cancel(*key, self._sink, enough=enough)
 
     def _take_outputs(self, outputs: list[Output]) -> None:
         """Engine thread: one crossing per tick."""

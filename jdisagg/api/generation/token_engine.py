@@ -55,7 +55,7 @@ class TokenEngine(Protocol):
     def generate(self, request: EngineRequest) -> AsyncGenerator[Output]:
         """Yield outputs until one has `finish`. Closing the generator cancels the request and frees everything;
         throwing Enough into it (which comes out again) does so, too, and counts the request as stopped. Of a request that is
-        `gathered`, one output may hold what several did.
+        `gathered`, one output may hold what several did; cancelled while it waits for more, it yields those that are there.
 
         Errors that end the request arrive as the last Output's `error`, or are raised, RequestError: a fleet raises when no
         worker takes it, a worker's engine when it is closed or says nothing, not when it does not admit the request.

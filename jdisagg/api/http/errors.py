@@ -9,13 +9,15 @@ from starlette.responses import JSONResponse
 
 from jdisagg.api.generation.context_length import ContextLengthExceeded
 from jdisagg.api.status_details import shown
-from jdisagg.core.errors import JdisaggError, ModelNotFound, Overloaded, Unauthenticated
+from jdisagg.core.errors import DeadlineExceeded, JdisaggError, ModelNotFound, Overloaded, Quarantined, Unauthenticated
 
 _CODES: dict[type[JdisaggError], str] = {
     ContextLengthExceeded: "context_length_exceeded",
     ModelNotFound: "model_not_found",
     Unauthenticated: "invalid_api_key",
 }
+# OpenAI's clients would by themselves have it computed three times, or end three times as many workers
+_NOT_AGAIN = (DeadlineExceeded, Quarantined)
 
 
 def error_object(error: JdisaggError) -> dict[str, Any]:
@@ -25,7 +27,9 @@ def error_object(error: JdisaggError) -> dict[str, Any]:
 
 
 def error_response(error: JdisaggError) -> JSONResponse:
-    """The error with its HTTP status; 429 and 503 say when to come back, 504 that it is of no use."""
+    """The error with its HTTP status; 429 and 503 say when to come back, others that it is of no use."""
+    if isinstance(error, _NOT_AGAIN):
+        return JSONResponse(error_object(error), error.http_status, headers={"x-should-retry": "false"})
     retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 1.0
     return JSONResponse(error_object(error), error.http_status, headers=_headers(error.http_status, retry_after_s))
 
@@ -40,4 +44,4 @@ def plain_error(status_code: int, message: str) -> JSONResponse:
 def _headers(status_code: int, retry_after_s: float) -> dict[str, str] | None:
     if status_code in (429, 503):
         return {"retry-after": str(max(1, math.ceil(retry_after_s)))}
-    return {"x-should-retry": "false"} if status_code == 504 else None  # OpenAI's clients would have it computed three times
+    return None

@@ -73,6 +73,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": [-5]}, "stop_token_ids"),
     ({"stop_token_ids": [5] * 64}, "stop_token_ids"),  # EOS takes one of the 64 places
     ({"min_tokens": 20, "max_tokens": 10}, "min_tokens"),
+    ({"min_tokens": 1, "max_tokens": 0, "echo": True}, "min_tokens"),
     ({"seed": "x"}, "seed"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),

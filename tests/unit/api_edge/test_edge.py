@@ -146,6 +146,25 @@ def test_a_stop_string_that_begins_within_min_tokens_is_found(tokenizer: Tokeniz
     run(check())
 
 
+@pytest.mark.parametrize(
+    ("max_tokens", "told"),
+    [
+        (10, "must be at most max_tokens = 10"),
+        (0, "with max_tokens = 0 no token is generated; leave it out, or raise max_tokens"),
+    ],
+)
+def test_more_min_tokens_than_max_tokens_are_refused_with_the_number_that_was_sent(
+    tokenizer: Tokenizer, max_tokens: int, told: str
+) -> None:
+    async def check() -> None:
+        asked = _request(echo=True, max_tokens=max_tokens, sampling=SamplingParams(min_tokens=20))
+        with pytest.raises(InvalidRequest) as refused:
+            await Edge(FakeEngine(tokenizer, "fox"), tokenizer).admit(asked)
+        assert refused.value.message == f"min_tokens: {told}; got 20"
+
+    run(check())
+
+
 def test_closing_a_stream_returns_when_the_engine_is_free(tokenizer: Tokenizer) -> None:
     async def check() -> None:
         engine = FakeEngine(tokenizer, "the quick brown fox")

@@ -22,6 +22,7 @@ def test_a_reader_is_woken_once_for_everything_that_came_and_gets_it_in_order() 
         mailbox.put(4)
         assert await mailbox.get() == 3
         assert await mailbox.take() == [4]
+        assert mailbox.taken() == []
 
     run(check())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from threading import Timer
 
@@ -77,7 +79,25 @@ def test_a_process_that_has_just_been_started_ends_when_told(tmp_path: Path, num
     with reading_settings(tmp_path) as process:
         process.send_signal(number)
         _, said = process.communicate()
-    assert (process.returncode, said) == (0, "ended while it was starting; no request was lost\n")
+    assert process.returncode == 0
+    text = "ended while it was starting; no request was lost"
+    assert re.fullmatch(rf"\d{{4}}-\d\d-\d\dT\S+ I serve\[{process.pid}\] jdisagg\.serve\.process: {text}\n", said)
+
+
+def test_a_collector_of_json_lines_gets_one_of_a_process_that_has_just_been_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JDISAGG_LOG_FORMAT", "json")
+    monkeypatch.setenv("JDISAGG_LOG_LEVEL", "error")  # it is said all the same
+    with reading_settings(tmp_path) as process:
+        process.terminate()
+        _, said = process.communicate()
+    assert process.returncode == 0
+    assert said.count("\n") == 1
+    found = json.loads(said)
+    assert datetime.fromisoformat(found.pop("time")).utcoffset() is not None
+    wanted = {"level": "info", "role": "serve", "pid": process.pid, "logger": "jdisagg.serve.process"}
+    assert found == wanted | {"message": "ended while it was starting; no request was lost"}
 
 
 def test_sigusr1_shows_where_a_process_hangs_that_has_not_begun_to_load(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jdisagg.api import channels
+from jdisagg.api import api_key, channels
 from jdisagg.api.channels import Credentials
 from jdisagg.text.tokenizer import Tokenizer
 from jdisagg.v1 import admin_pb2, admin_pb2_grpc
@@ -34,3 +34,39 @@ def test_the_key_of_clients_opens_what_clients_use_and_nothing_else(tokenizer: T
             await friend.close()
 
     run_quiet(body())
+
+
+def test_clients_with_a_wrong_key_are_one_line_a_minute_and_hide_no_process_of_the_fleet(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr(api_key, "monotonic", lambda: now_s[0])
+    of_clients, of_the_fleet = "jdisagg.v1.GenerationService/GetModel", "jdisagg.v1.FleetService/Heartbeat"
+
+    async def body() -> None:
+        async with Everything(tokenizer, Credentials(api_key=KEY, client_api_key="cl1ent")) as server:
+            channel = channels.open_channel(server.address)
+
+            async def ask(method: str, key: str) -> None:
+                service, name = method.split("/")
+                await code_of(channel, (service, name, False, False), (("authorization", f"Bearer {key}"),))
+
+            def told() -> list[str]:
+                return [message for message in caplog.messages if "was refused: missing or wrong API key" in message]
+
+            await ask(of_clients, "cl1ent")
+            assert told() == []
+            for _ in range(20):
+                await ask(of_clients, "cl1entt")
+            (line,) = told()
+            assert line.startswith(f"/{of_clients} of ipv4:127.0.0.1:")
+            await ask(of_the_fleet, "cl1entt")
+            assert told()[1].startswith(f"/{of_the_fleet} of ")
+            now_s[0] += 60.0
+            await ask(of_clients, "cl1entt")
+            assert told()[2].startswith(f"/{of_clients} of ")
+            assert told()[2].endswith("; 19 more since it was last said")
+            await channel.close()
+
+    run_quiet(body())
+    assert "cl1ent" not in caplog.text

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 
 from jdisagg.api.generation import local_engine
+from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.gathered import MOST_GATHERED
+from jdisagg.api.generation.intake import TextRequest
 from jdisagg.api.generation.local_engine import LocalEngine
 from jdisagg.core.errors import DeadlineExceeded, Unavailable
-from jdisagg.core.requests import EngineRequest, FinishReason, Output
+from jdisagg.core.requests import EngineRequest, FinishReason, Output, SamplingParams
 from jdisagg.roles.inbox import Cancel
+from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.sched.engine_fake import request
 from tests.unit.wire.rig import WAIT_LIMIT_S, until
 from tests.unit.wire.unified_worker import CARD, checked, everything, working
@@ -44,10 +47,11 @@ class _Told:
         await until(lambda: self.posted)
         return task
 
-    async def tells(self, *, first: int, end: int, finish: FinishReason | None = None) -> None:
+    async def tells(self, *, first: int, end: int, finish: FinishReason | None = None, request_id: str = "own") -> None:
         """Tokens [first, end), a tick each; `finish` with the last one."""
         for token in range(first, end):
-            self.posted[0].sink([Output(request_id="own", token_ids=(token,), finish=finish if token == end - 1 else None)])
+            last = finish if token == end - 1 else None
+            self.posted[0].sink([Output(request_id=request_id, token_ids=(token,), finish=last)])
         for _ in range(3):
             await asyncio.sleep(0)
 
@@ -135,6 +139,30 @@ def test_a_worker_that_shuts_down_and_a_client_that_leaves_end_it_with_tokens_un
                 async with asyncio.timeout(WAIT_LIMIT_S):
                     await task
             assert engine.posted[1:] == [Cancel("own", 0, engine.local._sink)]
+
+    checked(body)
+
+
+def test_an_aborted_answer_has_what_was_generated_before_the_abort(tokenizer: Tokenizer) -> None:
+    async def body() -> None:
+        engine = _Told()
+        edge = Edge(engine.local, tokenizer)
+        asked = TextRequest(request_id="own", prompts=((1, 2),), sampling=SamplingParams(), max_tokens=40, n=3)
+        answering = asyncio.create_task(edge.complete(await edge.admit(asked)))
+        await until(lambda: len(engine.posted) == 3)
+        await engine.tells(first=2, end=9, request_id="own/0")
+        await engine.tells(first=3, end=6, request_id="own/1")
+        engine.posted[0].sink([Output(request_id="own/1", token_ids=(6,), finish=FinishReason.LENGTH)])
+        assert edge.abort("own")  # in the moment in which one of them ends by itself
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            transcript = await answering
+        assert [choice.token_ids for choice in transcript.choices] == [[*range(2, 9)], [*range(3, 7)], []]
+        ends = [choice.finish for choice in transcript.choices]
+        assert ends == [FinishReason.ABORT, FinishReason.LENGTH, FinishReason.ABORT]
+        assert transcript.choices[0].text == tokenizer.decode(range(2, 9))
+        assert transcript.usage.completion_tokens == 11
+        cancels = [posted for posted in engine.posted if isinstance(posted, Cancel)]
+        assert {cancel.request_id for cancel in cancels} >= {"own/0", "own/2"}
 
     checked(body)
 
