@@ -23,7 +23,7 @@ from bench_kit.figures import quantile, spread
 from bench_kit.machine import machine, one_line
 from transfer_bench.bare import BareGrpc, BareJax, RawTcp, memcpy
 from transfer_bench.consumer import Moved, connected
-from transfer_bench.parts import TOKEN_BYTES, Form
+from transfer_bench.parts import BUFFER_BYTES, TOKEN_BYTES, Form
 
 from jdisagg.handoff.credit import WINDOW_PIECES
 from jdisagg.serve.environment import keep_freed_memory
@@ -50,6 +50,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there as well")
     parser.add_argument("--window", type=int, default=WINDOW_PIECES, help="pieces published ahead (default %(default)s)")
     options = parser.parse_args()
+    if not 1 <= options.window <= (most := BUFFER_BYTES // (options.piece_mib * 2**20)):
+        parser.error(f"--window: got {options.window}, wanted 1 to {most}: no more pieces of that size fit the buffer")
     keep_freed_memory(os.environ)  # as a worker does; the plain socket's receiver has it as well
     runs, totals = (1, TOTALS[:3]) if options.quick else (options.runs, TOTALS)
     report: dict[str, Any] = {

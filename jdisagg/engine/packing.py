@@ -34,9 +34,7 @@ class Packed:
     batch: Any  # PrefillBatch | ExactBatch of NumPy arrays, or the slots of a decode step
     samples: tuple[tuple[int, int], ...]  # (row, slot)
     targets: tuple[Targets, ...] = ()
-    to_score: tuple[
-        np.ndarray, ...
-    ] = ()  # of a prefill step, each i32[2, S]: its token, and the one that follows in the prompt
+    to_score: tuple[np.ndarray, ...] = ()  # of a prefill step, each i32[2, S]: its token, and the prompt's next one
 
 
 @dataclass(frozen=True, slots=True)
