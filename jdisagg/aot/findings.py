@@ -108,7 +108,9 @@ def led_by_host(module: Module) -> tuple[str, ...]:
     found = dict.fromkeys(
         reached.instruction.name
         for reached in module.walk()
-        if reached.instruction.opcode in _OUT_OF_GRAPH or reached.instruction.target.startswith(_SORT_TARGETS)
+        if any(
+            part.opcode in _OUT_OF_GRAPH or part.target.startswith(_SORT_TARGETS) for part in module.parts(reached.instruction)
+        )
     )
     return tuple(found)
 

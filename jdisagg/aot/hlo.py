@@ -94,6 +94,13 @@ class Module:
                 elif instruction.opcode in ("call", "async-start"):
                     todo += [(called, loops, optional) for called in instruction.called]
 
+    def parts(self, instruction: Instruction) -> Iterator[Instruction]:
+        """The instruction and, of a fusion, those inside: XLA:GPU puts a sort into a fusion of its own."""
+        yield instruction
+        if instruction.opcode == "fusion":
+            for called in instruction.called:
+                yield from self.computations.get(called, {}).values()
+
     def producer(self, instruction: Instruction) -> str:
         """The opcode that makes the result: for a fusion its root's, seen through bitcasts."""
         if instruction.opcode != "fusion":

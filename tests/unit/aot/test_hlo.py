@@ -102,6 +102,11 @@ def test_a_gpu_s_host_leads_loops_and_sorts_also_those_of_a_branch() -> None:
         sorts = TEXT.replace(gathered, f"%s.1 = f32[4] {sort}")
         assert sorts != TEXT
         assert set(led_by_host(parse(sorts))) == {"while.1", "s.1"}
+    fused = TEXT.replace(
+        "ROOT %dot.1 = f32[8,32]{1,0} dot(%copy.7, %copy.7)", "ROOT %sort.1 = f32[8,32]{1,0} sort(%copy.7), dimensions={1}"
+    )
+    assert fused != TEXT
+    assert led_by_host(parse(fused)) == ("fusion.2", "while.1")
 
 
 @pytest.mark.parametrize("donated", [True, False])
