@@ -72,6 +72,13 @@ class Entry:
         """Nothing was heard for a while, or for longer."""
         return self.stream is not None and self.stream.quiet_s is not None
 
+    def busy(self) -> tuple[float, int]:
+        """To compare by. Our own count is exact and immediate; only what other routers have there, and how full its pool is,
+        the worker tells."""
+        load = self.member.load
+        used = 1.0 - load.free_pages / load.total_pages if load.total_pages else 0.0
+        return self.pending + self.others + used, self.pending
+
     def standing(self, now_s: float) -> Standing:
         """What is made of it, for operators: who does not serve for several reasons has the one that would stay."""
         return Standing(*self._state(now_s), self.pending)

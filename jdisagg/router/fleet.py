@@ -12,9 +12,7 @@ Requests never cross fingerprints: a fleet half old and half new weights serves 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Callable
-from functools import lru_cache
 from weakref import WeakValueDictionary
 
 from jdisagg.core.errors import AddressTaken
@@ -22,6 +20,7 @@ from jdisagg.core.fleet import MAX_PREFILL_PEERS, SUSPECT_S, Load, Member, Repor
 from jdisagg.core.requests import Role
 from jdisagg.router.entry import Entry, Reach, RunStream
 from jdisagg.router.longest import Longest
+from jdisagg.router.lots import lot_of, seat_of
 from jdisagg.router.partners import Partners
 from jdisagg.router.prefixes import NOTHING_KEPT, NOWHERE, Near
 from jdisagg.router.silence import Silence
@@ -203,14 +202,14 @@ class Fleet:
 
         best = min(standing(entry) for entry in there)
         equals = [entry for entry in there if standing(entry) == best]
-        least = min(_busy(entry) for entry in equals)[0]
+        least = min(entry.busy() for entry in equals)[0]
 
         def rank(entry: Entry) -> tuple[object, ...]:
-            busy, pending = _busy(entry)
+            busy, pending = entry.busy()
             cached = near.decodes.get(entry.key, 0)
             if busy > least * NEAR_SHARE + min(NEAR_MOST, NEAR_LEAST + cached / NEAR_TOKENS):
                 cached = 0
-            return -cached, busy, pending, _lot(entry, kin)
+            return -cached, busy, pending, lot_of(entry, kin)
 
         return min(equals, key=rank)
 
@@ -239,7 +238,7 @@ class Fleet:
         it; of equals the same for all requests of one `kin`."""
         peers = [
             peer
-            for peer in self._prefill_of(fingerprint, near, lambda peer: _lot(peer, kin))
+            for peer in self._prefill_of(fingerprint, near, lambda peer: lot_of(peer, kin))
             if num_tokens <= peer.member.card.max_model_len and (peer.member.grammars or not by_grammar)
         ]
         return peers[:MAX_PREFILL_PEERS]
@@ -255,7 +254,7 @@ class Fleet:
         entry = self._entries.get(address)
         if entry is None or entry.member.role is not Role.DECODE:
             return None
-        peers = self._prefill_of(entry.member.card.fingerprint, NOWHERE, lambda peer: _seat(peer.member.address, address))
+        peers = self._prefill_of(entry.member.card.fingerprint, NOWHERE, lambda peer: seat_of(peer.member.address, address))
         return tuple(peer.member.address for peer in peers)
 
     def _prefill_of(self, fingerprint: str, near: Near, lot: Callable[[Entry], bytes]) -> list[Entry]:
@@ -273,25 +272,3 @@ class Fleet:
     def suspect(self, entry: Entry, now_s: float) -> None:
         """It failed somebody."""
         entry.suspect_until_s = now_s + SUSPECT_S
-
-
-def _busy(entry: Entry) -> tuple[float, int]:
-    """Our own count is exact and immediate; only what other routers have there, and how full its pool is, the worker tells."""
-    load = entry.member.load
-    used = 1.0 - load.free_pages / load.total_pages if load.total_pages else 0.0
-    return entry.pending + entry.others + used, entry.pending
-
-
-def _lot(entry: Entry, kin: bytes) -> bytes:
-    """Rendezvous hashing: which of several is drawn does not change when others come or go."""
-    return _draw(entry.member.address, kin)
-
-
-@lru_cache(maxsize=1 << 17)  # pairs; at every heartbeat of a decode worker those with all prefill workers are asked for
-def _seat(prefill: str, decode: str) -> bytes:
-    """The lot of a prefill worker for a decode worker, by addresses: not the same one is first for all of these."""
-    return _draw(prefill, hashlib.blake2b(decode.encode()).digest())
-
-
-def _draw(address: str, kin: bytes) -> bytes:
-    return hashlib.blake2b(address.encode(), key=kin, digest_size=8).digest()
