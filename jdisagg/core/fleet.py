@@ -62,6 +62,7 @@ class Member:
     not_ready: str = ""  # why it cannot serve now; "" = it can, or is too old to say
     cache_tokens: int = 0  # that its prefix cache holds at most; 0 = it is too old to say
     grammars: bool = False  # requests with a grammar may be sent to it
+    bits: str = ""  # what it computes, as in `jdisagg.core.bits`
     needs_prefill: bool = False  # a decode worker that never computes prompts and has no prefill worker of its own
     alone: bool = False  # as it said last, see Report
 

@@ -47,9 +47,9 @@ GRAMMAR_OUTCOMES = COMPILED, REFUSED, ENDLESS = ("compiled", "refused", "endless
 # fed by a process without an engine, too; the others would be 0 there for ever
 _WITHOUT_ENGINE = frozenset(
     """
-    ready workers workers_draining worker_states build_info time_to_first_token_seconds inter_token_latency_seconds
-    request_decode_seconds generated_tokens requests_finished recoveries replays_refused requests_quarantined request_seconds
-    requests prompt_tokens grammars tool_answers event_loop_late_seconds workers_lost
+    ready workers workers_draining workers_unlike workers_lost worker_states build_info time_to_first_token_seconds
+    inter_token_latency_seconds request_decode_seconds generated_tokens requests_finished recoveries replays_refused
+    requests_quarantined request_seconds requests prompt_tokens grammars tool_answers event_loop_late_seconds
     """.split()
 )
 
@@ -182,6 +182,7 @@ class FleetMetrics:
         self.states = new.gauge(
             "worker_states", "Workers that have registered, by what this router makes of them.", "role", "state"
         )
+        self.unlike = new.gauge("workers_unlike", "Those whose bits, in exact, are not those of most of their weights.", "role")
         self.lost = new.counter(
             "workers_lost", "Workers that were connected, or prefill, and went without saying so.", "reason"
         )

@@ -59,6 +59,7 @@ class Identity:
     ranks: tuple[Rank, ...] = ()
     build: str = ""
     grammars: bool = False  # requests with a grammar may be handed to it
+    bits: str = ""  # as in `jdisagg.core.bits`
     min_protocol: int = OLDEST_PROTOCOL
     max_protocol: int = PROTOCOL
 

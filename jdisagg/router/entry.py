@@ -102,6 +102,7 @@ class Entry:
             "role": member.role.value,
             "worker": member.worker,
             "fingerprint": member.card.fingerprint,
+            "bits": member.bits,
             "linked": self.linked,
             "quiet": self.is_quiet,
             "draining": member.draining,

@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Callable
 from weakref import WeakValueDictionary
 
+from jdisagg.core.bits import are_unlike
 from jdisagg.core.errors import AddressTaken
 from jdisagg.core.fleet import MAX_PREFILL_PEERS, SUSPECT_S, Load, Member, Report, Standing, State
 from jdisagg.core.requests import Role
@@ -25,6 +26,7 @@ from jdisagg.router.partners import Partners
 from jdisagg.router.prefixes import NOTHING_KEPT, NOWHERE, Near
 from jdisagg.router.silence import Silence
 from jdisagg.router.standings import standing_among, standings_of
+from jdisagg.router.unlike import Usual
 from jdisagg.router.usable import Usable, usable
 from jdisagg.router.worker_cache import Key, WorkerCache
 
@@ -150,6 +152,11 @@ class Fleet:
         partners = Partners(self.members())
         return sum(standing_among(entry, partners, now_s).state is state for entry in of_role)
 
+    def count_unlike(self, role: Role) -> int:
+        """Workers of a role that compute other bits than most of their weights."""
+        usual = Usual(self.members())
+        return sum(usual.lacks(entry.member) for entry in self._entries.values() if entry.member.role is role)
+
     def standings(self, now_s: float) -> list[tuple[Member, Standing]]:
         """Everybody, and what is made of each, for operators."""
         return standings_of(self._entries.values(), now_s)
@@ -177,16 +184,17 @@ class Fleet:
         wanted_tokens: int = 0,
         but_not: frozenset[str] = frozenset(),
         home: str = "",
+        bits: str = "",
         near: Near = NOWHERE,
         kin: bytes = b"",
         by_grammar: bool = False,
     ) -> Entry | None:
         """The worker for the next request of that fingerprint (None = any) and of `num_tokens`, its output included, with a
         prefill worker for `prefill_tokens` if it needs one; addresses in `but_not` only as a last resort, and one that holds
-        `wanted_tokens` before others, then the one at `home`, one that reaches prefill workers of its weights, the one that had
-        most of the prompt (`near`) of those that are not much busier than the least busy one, and then less busy ones. Of
-        equally busy ones all requests with the same `kin` get the same, whoever else comes and goes. `by_grammar`: the request
-        has a grammar."""
+        `wanted_tokens` before others, then one that computes `bits` ("" = any), the one at `home`, one that reaches prefill
+        workers of its weights, the one that had most of the prompt (`near`) of those that are not much busier than the least
+        busy one, and then less busy ones. Of equally busy ones all requests with the same `kin` get the same, whoever else
+        comes and goes. `by_grammar`: the request has a grammar."""
         there = self._usable(fingerprint, num_tokens, prefill_tokens, by_grammar=by_grammar).entries
         if not there:
             return None
@@ -198,7 +206,7 @@ class Fleet:
             lonely = entry.member.alone or unpaired
             is_short = entry.member.card.max_model_len < wanted_tokens
             doubtful = address in but_not, entry.is_quiet, entry.suspect_until_s > now_s
-            return (*doubtful, is_short, address != home, lonely)
+            return (*doubtful, is_short, are_unlike(bits, entry.member.bits), address != home, lonely)
 
         best = min(standing(entry) for entry in there)
         equals = [entry for entry in there if standing(entry) == best]
@@ -231,14 +239,14 @@ class Fleet:
         return [entry for entry in there if entry.member.grammars] if by_grammar else there
 
     def prefill_peers(
-        self, fingerprint: str, num_tokens: int, near: Near, kin: bytes = b"", *, by_grammar: bool = False
+        self, fingerprint: str, num_tokens: int, near: Near, kin: bytes = b"", *, bits: str = "", by_grammar: bool = False
     ) -> list[Entry]:
-        """Prefill workers of that fingerprint that hold `num_tokens`, and serve grammars where it is `by_grammar`: first who
-        has fewest tokens to compute until such a request is done, without what is cached, of it (`near`) and of those before
-        it; of equals the same for all requests of one `kin`."""
+        """Prefill workers of that fingerprint that hold `num_tokens`, and serve grammars where it is `by_grammar`: first those
+        that compute `bits` ("" = any), then who has fewest tokens to compute until such a request is done, without what is
+        cached, of it (`near`) and of those before it; of equals the same for all requests of one `kin`."""
         peers = [
             peer
-            for peer in self._prefill_of(fingerprint, near, lambda peer: lot_of(peer, kin))
+            for peer in self._prefill_of(fingerprint, bits, near, lambda peer: lot_of(peer, kin))
             if num_tokens <= peer.member.card.max_model_len and (peer.member.grammars or not by_grammar)
         ]
         return peers[:MAX_PREFILL_PEERS]
@@ -250,22 +258,25 @@ class Fleet:
         )
 
     def prefill_for(self, address: str) -> tuple[str, ...] | None:
-        """Addresses of all prefill workers for the decode worker there, least busy first; None for other workers."""
+        """Addresses of all prefill workers for the decode worker there, those that compute its bits and are least busy first;
+        None for other workers."""
         entry = self._entries.get(address)
         if entry is None or entry.member.role is not Role.DECODE:
             return None
-        peers = self._prefill_of(entry.member.card.fingerprint, NOWHERE, lambda peer: seat_of(peer.member.address, address))
+        fingerprint, bits = entry.member.card.fingerprint, entry.member.bits
+        peers = self._prefill_of(fingerprint, bits, NOWHERE, lambda peer: seat_of(peer.member.address, address))
         return tuple(peer.member.address for peer in peers)
 
-    def _prefill_of(self, fingerprint: str, near: Near, lot: Callable[[Entry], bytes]) -> list[Entry]:
-        """Least busy first; `lot` draws among equals."""
+    def _prefill_of(self, fingerprint: str, bits: str, near: Near, lot: Callable[[Entry], bytes]) -> list[Entry]:
+        """Those that compute `bits` first, then least busy ones; `lot` draws among equals."""
         peers = [peer for peer in self._prefill() if peer.member.card.fingerprint == fingerprint]
         num_busy = sum(peer.pending > 0 or peer.others_tokens > 0 for peer in peers)
         worth = 1.0 + AGAIN_SHARE * (num_busy / max(1, len(peers))) ** 2  # where half are busy, idle ones have time for it
 
         def rank(peer: Entry) -> tuple[object, ...]:
             num_waiting = peer.pending_tokens - peer.pending_cached + peer.others_tokens
-            return num_waiting - worth * near.prefills.get(peer.key, NOTHING_KEPT).num_tokens, peer.pending, lot(peer)
+            to_compute = num_waiting - worth * near.prefills.get(peer.key, NOTHING_KEPT).num_tokens
+            return are_unlike(bits, peer.member.bits), to_compute, peer.pending, lot(peer)
 
         return sorted(peers, key=rank)
 

@@ -77,6 +77,7 @@ class FleetEngine:
         for role in Role:
             metrics.fleet.workers.labels(role=role.value).set_function(partial(self.workers.fleet.count, role))
             metrics.fleet.draining.labels(role=role.value).set_function(partial(self.workers.fleet.count_draining, role))
+            metrics.fleet.unlike.labels(role=role.value).set_function(partial(self.workers.fleet.count_unlike, role))
             for standing in State:
                 in_it = partial(self._count_in, role, standing)
                 metrics.fleet.states.labels(role=role.value, state=standing.value).set_function(in_it)

@@ -29,6 +29,7 @@ class Flight:
         self.prefill: Booking | None = None  # on the P named first, until the first token
         self.unproven: Booking | None = None  # the same, until it is known which worker computed the prompt
         self.fingerprint: str | None = None
+        self.bits = ""  # that its worker computes, with `exact` numerics
         self.setbacks = Setbacks()
         self.finished = False
         self.enough = False  # its client has all that it wanted, before a worker said that it is finished
@@ -86,7 +87,7 @@ class Flight:
         """Begin the next attempt; what the old one still sends has an older number and is dropped."""
         self.attempt += 1
         if self.is_untouched:
-            self.fingerprint = None
+            self.fingerprint, self.bits = None, ""
         self._recoveries = (*self._recoveries, "replay")
         self._earlier = self._recoveries
         self.events.clear()

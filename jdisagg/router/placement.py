@@ -54,6 +54,7 @@ class Placement:
             wanted_tokens=flight.most_tokens,
             but_not=tried,
             home=home,
+            bits=flight.bits,
             near=near,
             kin=kin,
         )
@@ -111,12 +112,13 @@ class Placement:
 
     def _submit(self, flight: Flight, entry: Entry, near: Near, kin: bytes, num_asked: int) -> None:
         flight.entry = entry
-        flight.fingerprint = entry.member.card.fingerprint
+        flight.fingerprint, flight.bits = entry.member.card.fingerprint, flight.bits or entry.member.bits
         entry.pending += 1
         peers: list[Entry] = []
         if entry.member.role is Role.DECODE:
             tokens, by_grammar = flight.prefill_tokens, flight.request.by_grammar
-            peers = self._fleet.prefill_peers(flight.fingerprint, tokens, near, kin, by_grammar=by_grammar)
+            like = entry.member.bits
+            peers = self._fleet.prefill_peers(flight.fingerprint, tokens, near, kin, bits=like, by_grammar=by_grammar)
             if peers:
                 flight.prefill = flight.unproven = book(peers[0], flight.prefill_tokens, near)
         named = tuple(peer.member.address for peer in peers)

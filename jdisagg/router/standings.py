@@ -9,6 +9,7 @@ from jdisagg.core.fleet import Member, Standing, State
 from jdisagg.core.requests import Role
 from jdisagg.router.entry import Entry
 from jdisagg.router.partners import Partners
+from jdisagg.router.unlike import Usual
 
 NO_PARTNER = "no prefill worker pairs with it (--local-prefill never)"
 
@@ -26,7 +27,7 @@ def standing_among(entry: Entry, partners: Partners, now_s: float) -> Standing:
 def standings_of(entries: Iterable[Entry], now_s: float) -> list[tuple[Member, Standing]]:
     """Each, and what is made of it in words; of those of the same weights these are looked for once."""
     entries = list(entries)
-    partners = Partners(entry.member for entry in entries)
+    partners, usual = Partners(entry.member for entry in entries), Usual(entry.member for entry in entries)
     said: dict[tuple[Role, str], str] = {}
     found: list[tuple[Member, Standing]] = []
     for entry in entries:
@@ -35,5 +36,7 @@ def standings_of(entries: Iterable[Entry], now_s: float) -> list[tuple[Member, S
             key = (member.role, member.card.fingerprint)
             said[key] = said.get(key) or partners.why([member])
             standing = replace(standing, why=said[key])
+        elif standing.state is State.SERVING and usual.lacks(member):
+            standing = replace(standing, why=usual.why(member))
         found.append((member, standing))
     return found

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
+import jax
+
 from jdisagg.core.config import Config, LocalPrefill
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Role
+from jdisagg.engine.bits import compute_bits
 from jdisagg.engine.build import make_runner
 from jdisagg.engine.costs import measure_retraction_cost
 from jdisagg.engine.runner import ModelRunner
@@ -48,6 +51,7 @@ class Core:
     worker: str  # "pid 123 @ 127.0.0.1:9000"
     epoch: str
     num_executables: int
+    bits: str  # "" = the numerics are not `exact`
     grammars: Grammars | None  # None: requests with a grammar are refused
 
     @property
@@ -70,6 +74,7 @@ class Core:
             groups=(CacheGroup(spec=self.kv_spec, page_size=self.config.cache.page_size),),
             backends=tuple(backends),
             grammars=self.grammars is not None,
+            bits=self.bits,
         )
 
 
@@ -106,6 +111,9 @@ def build_core(
     )
     warmed = warm_up(runner)
     log.info("%s: %d executables compiled and run in %.1f s", role.value, len(warmed), monotonic() - loaded_s)
+    bits = compute_bits(runner) if runner.shape.exact else ""
+    if bits:
+        log.info("%s: exact: computes bits %s (jax %s)", role.value, bits, jax.__version__)
     host_tokens = config.scheduler.host_kv_bytes // loaded.spec.kv_spec(loaded.kv_dtype).bytes_per_token
     cost = measure_retraction_cost(runner) if host_tokens else None
     if cost is not None:
@@ -138,5 +146,6 @@ def build_core(
         worker=worker,
         epoch=uuid.uuid4().hex,
         num_executables=len(warmed),
+        bits=bits,
         grammars=grammars,
     )

@@ -56,7 +56,7 @@ class FingerprintPart(_message.Message):
     def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
 
 class Identity(_message.Message):
-    __slots__ = ("min_protocol", "max_protocol", "build", "fingerprint", "worker", "epoch", "groups", "ranks", "backends", "fingerprint_parts", "grammars")
+    __slots__ = ("min_protocol", "max_protocol", "build", "fingerprint", "worker", "epoch", "groups", "ranks", "backends", "fingerprint_parts", "grammars", "bits")
     MIN_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     MAX_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     BUILD_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +68,7 @@ class Identity(_message.Message):
     BACKENDS_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_PARTS_FIELD_NUMBER: _ClassVar[int]
     GRAMMARS_FIELD_NUMBER: _ClassVar[int]
+    BITS_FIELD_NUMBER: _ClassVar[int]
     min_protocol: int
     max_protocol: int
     build: str
@@ -79,7 +80,8 @@ class Identity(_message.Message):
     backends: _containers.RepeatedCompositeFieldContainer[TransferBackend]
     fingerprint_parts: _containers.RepeatedCompositeFieldContainer[FingerprintPart]
     grammars: bool
-    def __init__(self, min_protocol: _Optional[int] = ..., max_protocol: _Optional[int] = ..., build: _Optional[str] = ..., fingerprint: _Optional[str] = ..., worker: _Optional[str] = ..., epoch: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[CacheGroup, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., backends: _Optional[_Iterable[_Union[TransferBackend, _Mapping]]] = ..., fingerprint_parts: _Optional[_Iterable[_Union[FingerprintPart, _Mapping]]] = ..., grammars: _Optional[bool] = ...) -> None: ...
+    bits: str
+    def __init__(self, min_protocol: _Optional[int] = ..., max_protocol: _Optional[int] = ..., build: _Optional[str] = ..., fingerprint: _Optional[str] = ..., worker: _Optional[str] = ..., epoch: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[CacheGroup, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., backends: _Optional[_Iterable[_Union[TransferBackend, _Mapping]]] = ..., fingerprint_parts: _Optional[_Iterable[_Union[FingerprintPart, _Mapping]]] = ..., grammars: _Optional[bool] = ..., bits: _Optional[str] = ...) -> None: ...
 
 class HelloRequest(_message.Message):
     __slots__ = ("identity",)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jdisagg.api.peer.ports import Reached
+from jdisagg.core.bits import SAME_BY, are_unlike
 from jdisagg.core.fleet import DRAINING, SUSPECT_S, WHERE_TO_LOOK
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class _Peer:
     told: frozenset[str] = frozenset()  # answers that the log has had since it was usable last; "" = that it is not heard
     backends: tuple[str, ...] = ()  # last agreed on
     unreachable: frozenset[tuple[str, str]] = frozenset()  # backends and endpoints, then
+    bits: str = ""  # as in `jdisagg.core.bits`
 
     def lacked_kv(self, now_s: float, lately_s: float = NO_KV_S) -> bool:
         """Of late."""
@@ -93,6 +95,17 @@ class PeerBook:
             log.info("prefill peer %s answers again", peer)
         known.why, known.told = "", frozenset()
 
+    def computes(self, peer: str, bits: str, ours: str) -> None:
+        """The bits of both with `exact` numerics. Said when it is news that they are unlike."""
+        known = self._of(peer)
+        if bits != known.bits and are_unlike(ours, bits):
+            log.warning(
+                "prefill peer %s computes bits %s, we %s: streams that begin there go on here, but are not the same to the "
+                "last bit as --numerics exact would have it; %s give the same",
+                *(peer, bits, ours, SAME_BY),
+            )
+        known.bits = bits
+
     def agreed(self, peer: str, reached: Reached) -> None:
         """What KV comes over, in order of preference, and what it does not come over. Said when it is news."""
         known, over = self._of(peer), ", else ".join(reached.backends)
@@ -139,7 +152,11 @@ class PeerBook:
     def snapshot(self) -> dict[str, dict[str, Any]]:
         """JSON-able: what KV comes over, and why it does not. Any thread."""
         known = list(self._peers.items())
-        return {peer: {"backends": list(one.backends), "why_not": one.why} for peer, one in known if one.why is not None}
+        return {
+            peer: {"backends": list(one.backends), "why_not": one.why, "bits": one.bits}
+            for peer, one in known
+            if one.why is not None
+        }
 
     def unused(self, now_s: float) -> list[str]:
         """Peers without a new hand-off for a while."""

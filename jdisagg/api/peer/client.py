@@ -212,7 +212,7 @@ class GrpcPeerClient:
                 except HelloFailed as error:
                     self._failed(link, error.error.message, refuses=error.reason == "hello")
                     return StreamEnded(reason=error.reason, error=error.error)
-                self._answered(link)
+                self._answered(link, theirs)
                 if stream.by_grammar and not theirs.grammars:
                     if not second:  # it may be another process since it said so
                         continue
@@ -246,13 +246,14 @@ class GrpcPeerClient:
         if (link := self._links.find(peer)) is not None:
             link.unreached(backend, why)
 
-    def _answered(self, link: PeerLink) -> None:
+    def _answered(self, link: PeerLink, theirs: Identity) -> None:
         if not self._links.is_current(link):
             return  # given up since
         if link.draining:  # what it has taken on goes on
             self._book.drains(link.peer)
         else:
             self._book.answered(link.peer)
+        self._book.computes(link.peer, theirs.bits, self._identity.bits)
 
     def _failed(self, link: PeerLink, why: str, *, refuses: bool = False, is_gone: bool = False) -> None:
         """Forget the connection: the next stream makes a new one. See PeerLinks."""
@@ -277,7 +278,7 @@ class GrpcPeerClient:
             async with link.in_use():
                 theirs = await link.hello(again=True)
                 await link.reach(theirs, begins=False)  # so that it is known before the first request
-                self._answered(link)
+                self._answered(link, theirs)
         except HelloFailed as error:
             self._failed(link, error.error.message, refuses=error.reason == "hello")
         except Exception as error:

@@ -42,6 +42,7 @@ def encode_identity(identity: Identity) -> peer_pb2.Identity:
         backends=backends,
         fingerprint_parts=encode_parts(identity.fingerprint_parts),
         grammars=identity.grammars,
+        bits=identity.bits,
     )
 
 
@@ -88,4 +89,5 @@ def decode_identity(message: peer_pb2.Identity) -> Identity:
         ),
         fingerprint_parts=decode_parts(message),
         grammars=message.grammars,
+        bits=told(message.bits),
     )

@@ -59,6 +59,8 @@ def test_one_p_feeds_a_d_of_other_pages_and_chunks_exactly_and_one_of_another_dt
         }, "the first token is P's"
     assert bytes_per_token(got) == bytes_per_token(converted) == {FLOAT32}, "what travels is in P's dtype"
     assert prefill.metric("jdisagg_compiles_after_ready_total") == 0
+    told = f"prefill peer {prefill.grpc} computes bits "
+    assert [decode.log.read_text().count(told) for decode in (alike, other)] == [0, 1], "tried, not guessed from flags"
 
 
 def test_a_prefill_worker_of_two_devices_stands_a_burst(start: Start) -> None:

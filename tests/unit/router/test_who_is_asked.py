@@ -36,6 +36,11 @@ def short(fleet: Fleet, entry: Entry, asked: dict[str, Any]) -> None:
     asked["wanted_tokens"] = 500
 
 
+def unlike(fleet: Fleet, entry: Entry, asked: dict[str, Any]) -> None:
+    """It computes other bits than the stream has."""
+    entry.member, asked["bits"] = replace(entry.member, bits="48-bb"), "48-aa"
+
+
 def away(fleet: Fleet, entry: Entry, asked: dict[str, Any]) -> None:
     asked["home"] = "d2" if entry.member.address == "d1" else "d1"
 
@@ -49,7 +54,7 @@ def busy(fleet: Fleet, entry: Entry, asked: dict[str, Any]) -> None:
     entry.pending = 20
 
 
-FLAWS = [tried, quiet, suspect, short, away, lonely, busy]  # the worst first
+FLAWS = [tried, quiet, suspect, short, unlike, away, lonely, busy]  # the worst first
 Flaw = Callable[[Fleet, Entry, dict[str, Any]], None]
 PAIRS = [(worse, better) for i, worse in enumerate(FLAWS) for better in FLAWS[i + 1 :]]
 

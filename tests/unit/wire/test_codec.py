@@ -244,6 +244,7 @@ def test_identity_round_trip():
     identity = Identity(
         fingerprint="f",
         fingerprint_parts=(("model.num_layers", "2"), ("numerics", "exact")),
+        bits="48-aa",
         worker="pid 1 @ a:1",
         epoch="e",
         groups=(CacheGroup(spec=spec, page_size=16),),
@@ -260,6 +261,7 @@ def test_identity_round_trip():
 def test_member_round_trip_and_refusals():
     described = member(
         fingerprint_parts=(("model.num_layers", "2"), ("numerics", "exact")),
+        bits="48-aa",
         name="demo",
         eos_token_ids=(2, 3),
         load=Load(running=1, waiting=2, free_pages=3, total_pages=4, pending_prefill_tokens=5),

@@ -183,3 +183,26 @@ def test_the_log_says_once_over_what_kv_comes(caplog: pytest.LogCaptureFixture):
         await p.server.stop(0)
 
     run_quiet(body())
+
+
+def test_the_log_says_of_each_process_of_a_peer_once_that_it_computes_other_bits(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    async def body() -> None:
+        monkeypatch.setattr("jdisagg.api.peer.presence.PROBE_INTERVAL_S", 0.05)
+        alike, odd = Prefill(identity(bits="48-aa")), Prefill(identity(bits="48-bb"))
+        d, addresses = Decode(identity(bits="48-aa")), [await one.start() for one in (alike, odd)]
+        d.client.watch(tuple(addresses))
+        await until(lambda: all(map(d.usable, addresses)))
+        told = f"prefill peer {addresses[1]} computes bits 48-bb, we 48-aa: "
+        assert caplog.text.count(told) == caplog.text.count("computes bits") == 1
+        assert d.client.snapshot()[addresses[1]]["bits"] == "48-bb"
+        await asyncio.sleep(0.2)  # several more Hellos
+        assert caplog.text.count(told) == 1
+        odd.service._identity = identity(bits="48-cc")
+        await until(lambda: "computes bits 48-cc" in caplog.text)
+        await d.client.aclose()
+        for one in (alike, odd):
+            await one.server.stop(0)
+
+    run_quiet(body())

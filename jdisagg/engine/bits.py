@@ -1,0 +1,54 @@
+"""What bits an `exact` worker computes, as a short string: tried, not declared.
+
+Every token of a stream is the same bit for bit wherever it is computed, as long as one executable of one compiler runs on one
+kind of device. Another jax, another processor, another number of shards or a kernel that a compiler picked by its own timing
+each may round elsewhere. So a worker computes one fixed prompt before it says READY, and two workers compare what came out.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import xxhash
+
+from jdisagg.core.requests import SamplingParams
+from jdisagg.engine.runner import ModelRunner
+from jdisagg.sched.plan import Admit, PageTable, Plan, PrefillChunk
+
+PROBE_TOKENS = 48  # three tiles: the later ones read pages that the earlier ones wrote
+_STRIDE = 7919  # from one token id of the probe to the next
+_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1, logprobs=5)
+
+
+def compute_bits(runner: ModelRunner) -> str:
+    """Hash of a probe's KV in all layers, of the token sampled behind it and of its log-probabilities; begins with the number
+    of tokens, as a short `max_model_len` takes fewer. Runs warmed executables of a runner that nobody uses yet, in slot 0 and
+    the first pages, and leaves both free."""
+    num_tokens = min(PROBE_TOKENS, runner.max_model_len - 1)
+    token_ids = tuple(n * _STRIDE % runner.device.shape.vocab_size for n in range(num_tokens))
+    page_table = (tuple(range(1, 1 + -(-num_tokens // runner.page_size))),)
+    admit = Admit(
+        slot=0,
+        request_id="",
+        choice=0,
+        sampling=_SAMPLING,
+        eos_token_ids=(),
+        page_table=page_table,
+        prompt_token_ids=token_ids,
+        generated_token_ids=(),
+        decodes=False,
+    )
+    chunk = PrefillChunk(slot=0, request_id="", start=0, token_ids=token_ids, samples=True)
+    result = runner.collect(runner.dispatch(Plan(step_id=0, admit=(admit,), prefill=(chunk,))))
+    runner.collect(runner.dispatch(Plan(step_id=0, evict=(0,))))
+    digest = xxhash.xxh3_64(repr([(one.token_ids, one.logprobs) for one in result.sampled]).encode())
+    for array in _kv(runner, page_table, num_tokens):
+        digest.update(array.tobytes())
+    return f"{num_tokens}-{digest.hexdigest()}"
+
+
+def _kv(runner: ModelRunner, page_table: PageTable, num_tokens: int) -> list[np.ndarray]:
+    """Data, and scales of int8 data, [L, num_tokens, K, F or 2], whatever the size of a piece."""
+    ends = [(begin, min(begin + runner.chunk_tokens, num_tokens)) for begin in range(0, num_tokens, runner.chunk_tokens)]
+    pieces = [jax.device_get(runner.export_tokens(page_table, *end).arrays) for end in ends]
+    return [np.concatenate(parts, axis=1)[:, :num_tokens] for parts in zip(*pieces, strict=True)]

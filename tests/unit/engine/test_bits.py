@@ -1,0 +1,62 @@
+"""What an `exact` worker computes, tried before READY: the same for whoever gives the same streams, and for nobody else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jdisagg.core.config import Numerics
+from jdisagg.engine.bits import compute_bits
+from jdisagg.engine.compiles import CompileCounter
+from jdisagg.engine.warmup import warm_up
+from tests.unit.engine.support import Driver, make, prompt_of, tokens
+
+pytestmark = pytest.mark.timeout(240)  # whole steps are compiled
+
+
+@pytest.fixture(scope="module")
+def bits() -> str:
+    return compute_bits(make(numerics=Numerics.EXACT))
+
+
+@pytest.mark.covers("I-6")
+def test_sizes_that_no_token_depends_on_do_not_show(bits: str) -> None:
+    other = make(
+        numerics=Numerics.EXACT, page_size=16, num_pages=20, max_num_seqs=7, max_num_batched_tokens=32, chunk_tokens=20
+    )
+    assert compute_bits(other) == bits
+
+
+@pytest.mark.parametrize("changes", [{"tp": 2}, {"kv_dtype": "bfloat16"}, {"kv_dtype": "int8"}, {"dtype": "bfloat16"}], ids=str)
+def test_what_rounds_elsewhere_shows(bits: str, changes: dict[str, Any]) -> None:
+    other = compute_bits(make(numerics=Numerics.EXACT, **changes))
+    assert other != bits
+    assert other.partition("-")[0] == bits.partition("-")[0]
+
+
+@pytest.mark.parametrize("part", ["embed_tokens", "layers", "lm_head"])
+def test_one_bit_in_one_number_of_what_is_computed_shows(bits: str, part: str) -> None:
+    """As an instruction that rounds once instead of twice leaves it: in every layer, and behind the last one."""
+    runner = make(numerics=Numerics.EXACT)
+    params = dict(runner.device._params)  # pyright: ignore[reportPrivateUsage]
+    params[part] = jax.tree.map(_nudged, params[part])
+    runner.device._params = params  # pyright: ignore[reportPrivateUsage]
+    assert compute_bits(runner) != bits
+
+
+def _nudged(x: jax.Array) -> jax.Array:
+    return jax.device_put(np.nextafter(np.asarray(x), np.float32(np.inf)), x.sharding)
+
+
+def test_trying_compiles_nothing_after_warm_up_and_leaves_a_runner_as_it_was(bits: str) -> None:
+    prompt, fresh, tried = prompt_of(21), make(numerics=Numerics.EXACT), make(numerics=Numerics.EXACT)
+    warm_up(tried)
+    compiles = CompileCounter()
+    before = compiles.count
+    assert [compute_bits(tried) for _ in range(2)] == [bits] * 2
+    assert compiles.count == before
+    wanted = tokens(Driver(fresh).generate(0, range(1, 17), prompt))
+    assert tokens(Driver(tried).generate(0, range(1, 17), prompt)) == wanted

@@ -1,0 +1,133 @@
+"""Workers of the same weights that compute unlike bits in `exact`: who is asked, and what operators are told."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from jdisagg.core.fleet import Member, Standing, State
+from jdisagg.core.requests import Output, Role
+from jdisagg.router.fleet import Fleet
+from jdisagg.router.flight import Flight
+from jdisagg.router.prefixes import NOWHERE
+from jdisagg.router.unlike import SETTLE_S, BitsWatch, Usual
+from tests.unit.router.fakes import FakeWorker, Router
+from tests.unit.router.rig import ask, assert_whole, collect, stop, tokens
+from tests.unit.router.test_idle_fleet import idle_fleet
+from tests.unit.router.test_late_registrations import MEMBER
+from tests.unit.wire.rig import member, request, run_quiet, until
+
+NOW_S = 10.0
+A, B = "48-aaaa", "48-bbbb"
+
+
+def worker(number: int, bits: str, *, role: Role = Role.DECODE, weights: str = "weights") -> Member:
+    worker = f"pid {number} @ h:{number}"
+    like = member(MEMBER, role=role, address=f"h:{number}", epoch=f"e{number}", worker=worker, fingerprint=weights)
+    return replace(like, bits=bits)
+
+
+def test_the_bits_of_most_are_the_usual_ones_of_their_weights() -> None:
+    odd, others = worker(1, B), [worker(2, A), worker(3, A)]
+    unsaid, apart = worker(4, ""), worker(5, B, weights="others")
+    usual = Usual([odd, *others, unsaid, apart])
+    assert [usual.lacks(one) for one in (odd, *others, unsaid, apart)] == [True, False, False, False, False]
+    assert usual.bits("weights") == A
+    assert usual.bits("nobody's") == ""
+    assert Usual([odd, others[0]]).lacks(others[0]), "of as many the first ones"
+
+
+def test_who_computes_other_bits_is_named_once_it_stays_so() -> None:
+    watch, members = BitsWatch(), [worker(1, A), worker(2, A, role=Role.PREFILL), worker(3, B)]
+    assert watch.look(members, 0.0) is None, "an upgrade passes through it"
+    assert watch.look(members, SETTLE_S - 0.1) is None
+    said = watch.look(members, SETTLE_S)
+    assert said is not None
+    assert said.startswith(f"decode worker pid 3 @ h:3: bits {B}, where 2 workers of its weights compute {A}: ")
+    assert "--tensor-parallel-size" in said
+    assert watch.look(members, 9 * SETTLE_S) is None
+
+
+def test_who_joins_them_is_news_and_who_leaves_is_not() -> None:
+    watch = BitsWatch()
+    alike, odd, odder = [worker(n, A) for n in (1, 2, 3, 4)], worker(5, B), worker(6, B)
+    found = []
+    for step, members in enumerate([[*alike, odd], [*alike, odd], [*alike, odd, odder], [*alike, odd, odder], [*alike, odder]]):
+        found.append(watch.look(members, step * SETTLE_S))
+    found += [watch.look([*alike, odder], 9 * SETTLE_S), watch.look(alike, 10 * SETTLE_S)]
+    assert [said is not None for said in found] == [False, True, False, True, False, False, False]
+    assert found[3] is not None
+    assert found[3].startswith("decode worker pid 5 @ h:5, decode worker pid 6 @ h:6: bits ")
+    assert [watch.look([*alike, odd], n * SETTLE_S) is not None for n in (11, 12)] == [False, True], "it is back"
+
+
+def test_fleet_list_says_so_of_one_that_serves_and_the_metric_counts_it() -> None:
+    fleet = Fleet(dead_after_s=1.0)
+    for one in (worker(1, A, role=Role.PREFILL), worker(2, A), worker(3, B)):
+        fleet.register(one, NOW_S)
+    for entry in fleet.entries():
+        fleet.link(entry, NOW_S)
+    found = {one.address: standing for one, standing in fleet.standings(NOW_S)}
+    assert found["h:1"] == found["h:2"] == Standing(State.SERVING, "", 0)
+    assert found["h:3"].state is State.SERVING
+    assert found["h:3"].why.startswith(f"bits {B}, where 2 workers of its weights compute {A}: a stream that moves")
+    assert [fleet.count_unlike(role) for role in Role] == [int(role is Role.DECODE) for role in Role]
+
+
+def test_a_prompt_is_computed_by_who_has_the_bits_of_its_decode_worker_however_busy() -> None:
+    fleet = idle_fleet("d1")
+    like = fleet.entries()[0].member
+    for name, bits in (("p1", A), ("p2", B), ("p3", "")):
+        fleet.register(replace(member(like, role=Role.PREFILL, address=name, epoch=name), bits=bits), NOW_S)
+    p1 = fleet.at("p1")
+    assert p1 is not None
+    p1.pending_tokens = 1000
+
+    def asked(bits: str) -> list[str]:
+        return [peer.member.address for peer in fleet.prefill_peers(like.card.fingerprint, 1, NOWHERE, bits=bits)]
+
+    assert asked(A)[-1] == "p2"
+    assert asked(B)[-1] == "p1"
+    assert asked("")[-1] == "p1", "busy, and no worse than the others but for that"
+    d1 = fleet.entries()[0]
+    d1.member = replace(d1.member, bits=A)
+    told = fleet.prefill_for("d1")
+    assert told is not None
+    assert told[-1] == "p2"
+
+
+@pytest.mark.parametrize("is_untouched", [True, False])
+def test_a_replayed_stream_keeps_the_bits_that_it_began_with_and_one_that_has_not_begun_has_none(is_untouched: bool) -> None:
+    flight = Flight(request("r", prompt=(1, 2, 3)))
+    flight.fingerprint, flight.bits = "weights", A
+    if not is_untouched:
+        flight._delivered.append(7)  # pyright: ignore[reportPrivateUsage]
+    flight.replay()
+    assert flight.bits == ("" if is_untouched else A)
+
+
+def test_a_stream_whose_worker_dies_goes_on_where_its_bits_are_computed_however_busy_that_worker_is() -> None:
+    async def body() -> None:
+        router = await Router().start()
+        where = (router.address,)
+        first = await FakeWorker(where, bits=A).start()
+        await until(lambda: router.linked() == 1)
+        asked, outputs = ask("r1", max_tokens=400), list[Output]()
+        task = asyncio.create_task(collect(router, asked, outputs))
+        await until(lambda: tokens(outputs))
+        like, odd = FakeWorker(where, bits=A), FakeWorker(where, bits=B)
+        for worker in (like, odd):
+            await worker.start()
+        await until(lambda: router.linked() == 3)
+        like_entry = router.engine.workers.fleet.at(like.address)
+        assert like_entry is not None
+        like_entry.pending += 50
+        await first.die()
+        assert_whole(asked, await task)
+        like_entry.pending -= 50
+        assert [len(worker.engine.seen) for worker in (like, odd)] == [1, 0]
+        await stop(router, like, odd)
+
+    run_quiet(body())
