@@ -167,8 +167,10 @@ def _probe(url: str) -> tuple[bool, str]:
 
 
 def _fleet_ready(config: Config, router: Ready, workers: Sequence[Ready], seconds: float) -> Ready:
-    keep = ("role", "pid", "http", "grpc", "warmup_s", "executables")
-    children: list[Mapping[str, object]] = [{k: v for k, v in asdict(r).items() if k in keep} for r in (router, *workers)]
+    keep = ("role", "pid", "http", "grpc", "warmup_s", "executables", "bits")
+    children: list[Mapping[str, object]] = [
+        {k: v for k, v in asdict(r).items() if k in keep and v is not None} for r in (router, *workers)
+    ]
     return Ready(
         role="local",
         http=router.http,

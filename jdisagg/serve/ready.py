@@ -22,6 +22,7 @@ class Ready:
     model: str
     warmup_s: float = 0.0  # from start to READY
     executables: int = 0  # compiled programs
+    bits: str | None = None  # that an `exact` engine computes, see `jdisagg.engine.bits`
     pid: int = field(default_factory=os.getpid)
     workers: tuple[dict[str, Any], ...] = ()  # of a supervisor: its children's lines
 
@@ -57,6 +58,7 @@ def parse(line: str) -> Ready | None:
         model=str(message.get("model", "")),
         warmup_s=float(message.get("warmup_s", 0.0)),
         executables=int(message.get("executables", 0)),
+        bits=message.get("bits"),
         pid=int(message.get("pid", 0)),
         workers=tuple(message.get("workers", ())),
     )

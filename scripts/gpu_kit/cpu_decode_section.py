@@ -30,6 +30,7 @@ def run(setting: Setting, findings: Findings) -> None:
         on_cpu = {"JAX_PLATFORMS": "cpu"}
         consumer, _ = started.launch("decode", "--role", "decode", "--prefill", address, *flags, env=on_cpu)
         prefill, decode = started.wait(producer), started.wait(consumer)
+        findings.fact(P_bits=prefill.ready.bits or "", D_bits=decode.ready.bits or "")
         decode.wait_for_peer(setting.clock.left_s())
         together = ask(decode.client, asked, NUM_PROMPTS)
         counted = decode.counters()

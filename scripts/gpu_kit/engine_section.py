@@ -20,7 +20,7 @@ def run(setting: Setting, findings: Findings) -> None:
     with servers(setting) as started:
         process, _ = started.launch(setting.name, *flags)
         server = started.wait(process)
-        findings.fact(warmup_s=server.ready.warmup_s, executables=server.ready.executables)
+        findings.fact(warmup_s=server.ready.warmup_s, executables=server.ready.executables, bits=server.ready.bits or "")
         if colocated:
             _colocated(setting, server, findings)
         else:

@@ -29,6 +29,8 @@ def run(setting: Setting, findings: Findings) -> None:
         prefill, decode = started.wait(producer), started.wait(consumer)
         decode.wait_for_peer(setting.clock.left_s())
         findings.fact(P_warmup_s=prefill.ready.warmup_s, D_warmup_s=decode.ready.warmup_s)
+        bits = prefill.ready.bits, decode.ready.bits
+        findings.check("P and D compute the same bits", None not in bits and len(set(bits)) == 1, str(bits))
         answers = kept_answers(setting)
         _first_tokens(setting, decode, answers, findings)
         _undisturbed(setting, decode, answers, findings)
