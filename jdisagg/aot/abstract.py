@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdisagg.core.config import LayerLoop
 from jdisagg.engine import state as slots
-from jdisagg.engine.executables import STATE_UPDATES, Executable, executables
+from jdisagg.engine.executables import Executable, Operand, executables
 from jdisagg.engine.functions import jit_functions
 from jdisagg.engine.model import DecoderModel
 from jdisagg.engine.ops import choose_ops
@@ -23,8 +23,6 @@ from jdisagg.kv.layout import KVLayout, choose_layout
 from jdisagg.models.abstract import abstract_params
 from jdisagg.models.declare import declarations
 from jdisagg.models.spec import ModelSpec
-
-MODEL_STEPS = ("prefill", "decode", "exact")  # executables that run the layers, with cache and state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,21 +90,24 @@ class AbstractEngine:
 
     def arguments(self, executable: Executable) -> tuple[Any, ...]:
         """What one of them is called with."""
-        batch = _placed(executable.arguments, self._whole)
-        if executable.name in MODEL_STEPS:
-            return (self.params, (self.kv,), self.state, *batch)
-        if executable.name in STATE_UPDATES:
-            return (self.state, *batch)
-        if executable.name == "score":
-            return (
-                self.params,
-                _placed(self._model.abstract_hidden(self.params, self.sizes.device.prefill_tokens), self._whole),
-                *batch,
-            )
-        if executable.name == "export":
-            return (self.kv, *batch)
-        piece = self.layout.abstract_rows(self.sizes.device.chunk_tokens)
-        return (self.kv, _placed(piece, self.layout.piece_sharding(self.mesh)), *batch)
+        return (*map(self.operand, executable.signature.takes), *_placed(executable.arguments, self._whole))
+
+    def operand(self, operand: Operand) -> Any:
+        """One thing on the device, as functions take it."""
+        match operand:
+            case Operand.PARAMS:
+                return self.params
+            case Operand.POOL:
+                return (self.kv,)
+            case Operand.GROUP:
+                return self.kv
+            case Operand.STATE:
+                return self.state
+            case Operand.HIDDEN:
+                return _placed(self._model.abstract_hidden(self.params, self.sizes.device.prefill_tokens), self._whole)
+            case Operand.PIECE:
+                piece = self.layout.abstract_rows(self.sizes.device.chunk_tokens)
+                return _placed(piece, self.layout.piece_sharding(self.mesh))
 
     def lower(self, executable: Executable) -> Any:
         """A `jax.stages.Lowered` of one of them, for the mesh's devices."""

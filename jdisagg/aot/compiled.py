@@ -13,12 +13,12 @@ from typing import Any
 
 import jax
 
-from jdisagg.aot.abstract import MODEL_STEPS, AbstractEngine
+from jdisagg.aot.abstract import AbstractEngine
 from jdisagg.aot.findings import Precious, Program, collectives, copies, kernels, led_by_host
 from jdisagg.aot.hlo import parse
 from jdisagg.core.config import LayerLoop
 from jdisagg.engine.compile_options import GPU_PLATFORMS
-from jdisagg.engine.executables import Executable
+from jdisagg.engine.executables import MODEL_STEPS, Executable, Operand
 from jdisagg.models.abstract import bytes_per_device
 
 PROBE_LAYERS = (2, 3)  # of a model whose unrolled layers are not all compiled
@@ -98,17 +98,12 @@ def _compile(engine: AbstractEngine, executable: Executable) -> CompiledStep:
 
 
 def _donated(engine: AbstractEngine, executable: Executable) -> int:
-    kv, state = bytes_per_device(engine.kv), bytes_per_device(engine.state)
-    if executable.name in ("export", "score"):
-        return 0
-    if executable.name == "import":
-        return kv
-    return kv + state if executable.name in MODEL_STEPS else state
+    return sum(bytes_per_device(engine.operand(operand)) for operand in executable.signature.donates)
 
 
 def _precious(engine: AbstractEngine, executable: Executable) -> Precious:
     """The arrays of the cache and, of a step that takes them, weights; of stacked ones also a single layer's."""
-    has_weights = executable.name in (*MODEL_STEPS, "score")
+    has_weights = Operand.PARAMS in executable.signature.takes
     weights = {_on_device(leaf) for leaf in jax.tree.leaves(engine.params)} if has_weights else set()
     if engine.form.layer_loop is LayerLoop.SCAN:
         weights |= {(dtype, dims[1:]) for dtype, dims in weights if len(dims) > 2}

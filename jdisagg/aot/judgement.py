@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from jdisagg.aot.abstract import MODEL_STEPS
 from jdisagg.aot.accelerators import GIB
 from jdisagg.aot.budget import Budget
 from jdisagg.aot.compiled import CompiledStep
 from jdisagg.aot.report import EngineReport
 from jdisagg.aot.roofline import StepTime
 from jdisagg.core.config import Config
+from jdisagg.engine.executables import MODEL_STEPS
 from jdisagg.kv.pool import MIN_PAGES
 from jdisagg.models.spec import ModelSpec
 

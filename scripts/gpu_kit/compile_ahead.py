@@ -9,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import jax
 
-from jdisagg.aot.abstract import MODEL_STEPS, AbstractEngine, ModelForm
+from jdisagg.aot.abstract import AbstractEngine, ModelForm
 from jdisagg.core.config import Config
 from jdisagg.core.requests import Role
+from jdisagg.engine.executables import MODEL_STEPS
 from jdisagg.engine.functions import jit_functions
 from jdisagg.engine.model import DecoderModel
 from jdisagg.engine.ops import choose_ops
