@@ -28,7 +28,7 @@ class Usual:
         self._bits = {fingerprint: of_it.most_common(1)[0] for fingerprint, of_it in counts.items()}
 
     def bits(self, fingerprint: str) -> str:
-        """ "" where nobody has told any."""
+        """Empty where nobody has told any."""
         return self._bits.get(fingerprint, ("", 0))[0]
 
     def lacks(self, member: Member) -> bool:
