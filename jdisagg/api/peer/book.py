@@ -137,6 +137,11 @@ class PeerBook:
             return False
         return known.refuses or (known.failed_s is not None and now_s - known.failed_s < SUSPECT_S)
 
+    def is_unlike(self, peer: str, ours: str) -> bool:
+        """Whether it computes other bits. Any thread."""
+        known = self._peers.get(peer)
+        return known is not None and are_unlike(ours, known.bits)
+
     def whys(self) -> dict[str, str]:
         """Of all that were spoken to. Any thread."""
         return {peer: known.why for peer, known in list(self._peers.items()) if known.why is not None}

@@ -14,10 +14,14 @@ from jdisagg.roles.peer_choice import PeerChoice
 
 
 class Peers:
-    """All well, but `down` and `doubtful`; of those that are `heard` it is known, of others nothing is."""
+    """All well, but `down` and `doubtful`; of those that are `heard` it is known, of others nothing is. `unlike`: known to
+    compute other bits."""
 
-    def __init__(self, *down: str, doubtful: tuple[str, ...] = (), heard: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, *down: str, doubtful: tuple[str, ...] = (), heard: tuple[str, ...] = (), unlike: tuple[str, ...] = ()
+    ) -> None:
         self._down = down
+        self._unlike = unlike
         self._doubtful = doubtful
         self._heard = heard
 
@@ -27,6 +31,9 @@ class Peers:
     def is_doubtful(self, peer: str) -> bool:
         return peer in self._doubtful
 
+    def is_unlike(self, peer: str) -> bool:
+        return peer in self._unlike
+
     def failures(self) -> dict[str, str]:
         return dict.fromkeys(self._heard, "") | dict.fromkeys(self._down, "down")
 
@@ -35,10 +42,11 @@ def choice(
     *down: str,
     doubtful: tuple[str, ...] = (),
     heard: tuple[str, ...] = (),
+    unlike: tuple[str, ...] = (),
     policy: LocalPrefill = LocalPrefill.ON_FAILURE,
 ) -> PeerChoice:
     config = TransferConfig(local_prefill=policy, local_prefill_below_tokens=4)
-    peers = Peers(*down, doubtful=doubtful, heard=heard)
+    peers = Peers(*down, doubtful=doubtful, heard=heard, unlike=unlike)
     return PeerChoice(config, cast(Any, peers), lambda is_shunned: ("old", "new"))
 
 
@@ -103,6 +111,14 @@ def test_where_all_that_a_router_names_are_doubtful_those_known_here_are_asked_f
     assert choice(doubtful=("p:1", "p:2")).of(named) == ("old", "new", "p:1", "p:2")
     assert choice("p:2", doubtful=("p:1", "old")).of(named) == ("new", "p:1", "old")
     assert choice(doubtful=("p:1",)).of(named) == ("p:2", "p:1"), "its router knows best"
+
+
+def test_who_computes_other_bits_is_asked_after_who_does_not_however_much_waits_there_and_before_who_is_doubtful() -> None:
+    peers = choice(heard=("router's",), unlike=("old",))
+    peers.opened(HandoffId("a", 1), "new", 90)
+    assert peers.of(asked(peers=())) == ("new", "old")
+    assert peers.of(asked(7)) == ("router's", "new", "old")
+    assert choice(unlike=("old",), doubtful=("new",)).of(asked(peers=())) == ("old", "new")
 
 
 @pytest.mark.parametrize(
