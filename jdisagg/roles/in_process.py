@@ -54,6 +54,10 @@ class InProcessPeers:
         """Both were made for each other."""
         return False
 
+    def is_unlike(self, peer: str) -> bool:
+        """Nobody else could be asked."""
+        return False
+
     def no_kv(self, peer: str, why: str) -> None:
         """Nothing lies between them."""
 

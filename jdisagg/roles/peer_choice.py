@@ -60,8 +60,8 @@ class PeerChoice:
 
     def of(self, request: EngineRequest) -> tuple[str, ...]:
         """Prefill workers to ask, the best first: as the request's router says (least busy first), else, or where all of those
-        are down or doubtful, the first known one at which no more than this prompt waits for us already. A stream that has
-        begun may have outlived its list: the known ones follow."""
+        are down or doubtful, the first known one at which no more than this prompt waits for us already, those that compute
+        our bits before others. A stream that has begun may have outlived its list: the known ones follow."""
         answering, down = self._ordered(request, may_be_old=bool(request.generated_token_ids))
         # with nothing to fall back on, asking is better than failing: the others may be unfit
         return (*answering, *down) if self._policy is LocalPrefill.NEVER else answering
@@ -84,8 +84,12 @@ class PeerChoice:
         down = tuple(peer for peer in everyone if self._peers.is_down(peer))
         gone = self._unheard_of(named, known) if may_be_old else set[str]()
         there = (peer for peer in everyone if peer not in down)
-        # one of another kind is idle, and so is one that only we cannot reach: both come first in a list by load
-        return tuple(sorted(there, key=lambda peer: (self._peers.is_doubtful(peer), peer in gone, num_ahead(peer)))), down
+
+        def rank(peer: str) -> tuple[bool, bool, bool, int]:
+            # one of another kind is idle, and so is one that only we cannot reach: both come first in a list by load
+            return self._peers.is_doubtful(peer), peer in gone, self._peers.is_unlike(peer), num_ahead(peer)
+
+        return tuple(sorted(there, key=rank)), down
 
     def _unheard_of(self, named: tuple[str, ...], known: tuple[str, ...]) -> set[str]:
         """Of `named`, whom no router tells of any more, and who has not answered us: after a roll, addresses of nobody."""

@@ -59,6 +59,10 @@ class PeerClient(Protocol):
         and that a moment ago: others are asked first."""
         ...
 
+    def is_unlike(self, peer: str) -> bool:
+        """The peer is known to compute other bits than this worker, see `jdisagg.core.bits`."""
+        ...
+
     def no_kv(self, peer: str, why: str) -> None:
         """The peer answers, and what it publishes does not come: it is doubtful for a while."""
         ...

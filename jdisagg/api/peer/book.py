@@ -106,6 +106,11 @@ class PeerBook:
             )
         known.bits = bits
 
+    def is_unlike(self, peer: str, ours: str) -> bool:
+        """Whether it computes other bits. Any thread."""
+        known = self._peers.get(peer)
+        return known is not None and are_unlike(ours, known.bits)
+
     def agreed(self, peer: str, reached: Reached) -> None:
         """What KV comes over, in order of preference, and what it does not come over. Said when it is news."""
         known, over = self._of(peer), ", else ".join(reached.backends)

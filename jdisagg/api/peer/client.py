@@ -101,6 +101,10 @@ class GrpcPeerClient:
         forgotten like everything else of peers that nobody asks."""
         return self._book.is_doubtful(peer, monotonic())
 
+    def is_unlike(self, peer: str) -> bool:
+        """Whether it said that it computes other bits."""
+        return self._book.is_unlike(peer, self._identity.bits)
+
     def no_kv(self, peer: str, why: str) -> None:
         """The peer answers, and what it publishes does not come; see PeerBook."""
         self._cross(self._book.no_kv, peer, why, monotonic())

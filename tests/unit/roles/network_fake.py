@@ -179,6 +179,9 @@ class Wire:
     def is_doubtful(self, peer: str) -> bool:
         return peer in self.refusing
 
+    def is_unlike(self, peer: str) -> bool:
+        return False
+
     def unreached(self, peer: str, backend: str, why: str) -> None:
         """There is one backend."""
 

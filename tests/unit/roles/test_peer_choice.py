@@ -14,10 +14,14 @@ from jdisagg.roles.peer_choice import PeerChoice
 
 
 class Peers:
-    """All well, but `down` and `doubtful`; of those that are `heard` it is known, of others nothing is."""
+    """All well, but `down` and `doubtful`; of those that are `heard` it is known, of others nothing is. `unlike` ones compute
+    other bits."""
 
-    def __init__(self, *down: str, doubtful: tuple[str, ...] = (), heard: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, *down: str, doubtful: tuple[str, ...] = (), heard: tuple[str, ...] = (), unlike: tuple[str, ...] = ()
+    ) -> None:
         self._down = down
+        self._unlike = unlike
         self._doubtful = doubtful
         self._heard = heard
 
@@ -27,6 +31,9 @@ class Peers:
     def is_doubtful(self, peer: str) -> bool:
         return peer in self._doubtful
 
+    def is_unlike(self, peer: str) -> bool:
+        return peer in self._unlike
+
     def failures(self) -> dict[str, str]:
         return dict.fromkeys(self._heard, "") | dict.fromkeys(self._down, "down")
 
@@ -35,10 +42,11 @@ def choice(
     *down: str,
     doubtful: tuple[str, ...] = (),
     heard: tuple[str, ...] = (),
+    unlike: tuple[str, ...] = (),
     policy: LocalPrefill = LocalPrefill.ON_FAILURE,
 ) -> PeerChoice:
     config = TransferConfig(local_prefill=policy, local_prefill_below_tokens=4)
-    peers = Peers(*down, doubtful=doubtful, heard=heard)
+    peers = Peers(*down, doubtful=doubtful, heard=heard, unlike=unlike)
     return PeerChoice(config, cast(Any, peers), lambda is_shunned: ("old", "new"))
 
 
@@ -80,6 +88,15 @@ def test_a_request_that_all_of_its_routers_list_were_full_for_may_ask_whoever_is
     peers.opened(HandoffId("a", 2), "full", 9)
     assert peers.later(named) == ("full", "new", "old", "gone"), "its router has counted already"
     assert peers.later(asked(peers=())) == ("new", "old")
+
+
+def test_who_computes_our_bits_is_asked_before_others_however_much_waits_there_for_us() -> None:
+    peers = choice(unlike=("new",))
+    peers.opened(HandoffId("a", 1), "old", 9)
+    assert peers.of(asked(peers=())) == ("old", "new"), "as a router tells of them"
+    assert choice(unlike=("old",)).of(asked(peers=())) == ("new", "old"), "as --prefill has them"
+    assert choice(heard=("p:1",), unlike=("p:1",)).of(asked(7, peers=("p:1",))) == ("old", "new", "p:1")
+    assert choice(unlike=("new",), doubtful=("old",)).of(asked(peers=())) == ("new", "old"), "one whose KV comes, before that"
 
 
 def test_who_is_down_is_not_asked_where_it_can_be_computed_here() -> None:
