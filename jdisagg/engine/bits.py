@@ -24,7 +24,7 @@ def compute_bits(runner: ModelRunner) -> str:
     """Hash of a probe's KV in all layers, of the token sampled behind it and of its log-probabilities; begins with the number
     of tokens, as a short `max_model_len` takes fewer. Runs warmed executables of a runner that nobody uses yet, in slot 0 and
     the first pages, and leaves both free."""
-    num_tokens = max(1, min(PROBE_TOKENS, runner.max_model_len - 1))
+    num_tokens = min(PROBE_TOKENS, max(1, runner.max_model_len - 1))
     token_ids = tuple(n * _STRIDE % runner.device.shape.vocab_size for n in range(num_tokens))
     page_table = (tuple(range(1, 1 + -(-num_tokens // runner.page_size))),)
     admit = Admit(

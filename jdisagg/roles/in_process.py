@@ -50,12 +50,12 @@ class InProcessPeers:
         """It lives and dies with this process."""
         return False
 
-    def is_unlike(self, peer: str) -> bool:
-        """Never said: there is but one, whatever it computes."""
-        return False
-
     def is_doubtful(self, peer: str) -> bool:
         """Both were made for each other."""
+        return False
+
+    def is_unlike(self, peer: str) -> bool:
+        """Nobody else could be asked."""
         return False
 
     def no_kv(self, peer: str, why: str) -> None:

@@ -60,9 +60,8 @@ class PeerChoice:
 
     def of(self, request: EngineRequest) -> tuple[str, ...]:
         """Prefill workers to ask, the best first: as the request's router says (least busy first), else, or where all of those
-        are down or doubtful, the first known one at which no more than this prompt waits for us already; before all others
-        those that are not known to compute other bits. A stream that has begun may have outlived its list: the known ones
-        follow."""
+        are down or doubtful, the first known one at which no more than this prompt waits for us already, those that compute
+        our bits before others. A stream that has begun may have outlived its list: the known ones follow."""
         answering, down = self._ordered(request, may_be_old=bool(request.generated_token_ids))
         # with nothing to fall back on, asking is better than failing: the others may be unfit
         return (*answering, *down) if self._policy is LocalPrefill.NEVER else answering

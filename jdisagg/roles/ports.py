@@ -60,7 +60,7 @@ class PeerClient(Protocol):
         ...
 
     def is_unlike(self, peer: str) -> bool:
-        """It is known to compute other bits than this worker with `exact` numerics (`jdisagg.core.bits`)."""
+        """The peer is known to compute other bits than this worker, see `jdisagg.core.bits`."""
         ...
 
     def no_kv(self, peer: str, why: str) -> None:

@@ -15,34 +15,37 @@ from jdisagg.core.told import first_of
 from jdisagg.router.partners import process
 
 SETTLE_S = 10.0  # restarts and upgrades pass through such states
+THEN = (
+    "a stream that moves between them goes on, but is not the same to the last bit as --numerics exact would have it; "
+    f"{SAME_BY} give the same"
+)
 
 
 class Usual:
-    """The bits that most workers of each fingerprint compute; of as many, those of the first."""
+    """The bits that most workers of each fingerprint compute, of those that tried as many tokens; of as many, those of the
+    first."""
 
     def __init__(self, members: Iterable[Member]) -> None:
-        counts: dict[str, Counter[str]] = {}
+        counts: dict[tuple[str, str], Counter[str]] = {}
         for member in members:
             if member.bits:
-                counts.setdefault(member.card.fingerprint, Counter())[member.bits] += 1
-        self._bits = {fingerprint: of_it.most_common(1)[0] for fingerprint, of_it in counts.items()}
-
-    def bits(self, fingerprint: str) -> str:
-        """Empty where nobody has told any."""
-        return self._bits.get(fingerprint, ("", 0))[0]
+                counts.setdefault(_compared(member), Counter())[member.bits] += 1
+        self._bits = {compared: of_them.most_common(1)[0] for compared, of_them in counts.items()}
 
     def lacks(self, member: Member) -> bool:
         """Whether it computes others."""
-        return are_unlike(self.bits(member.card.fingerprint), member.bits)
+        usual, _ = self._bits.get(_compared(member), ("", 0))
+        return are_unlike(usual, member.bits)
+
+    def differs(self, member: Member) -> str:
+        """Of one that does, in words."""
+        usual, count = self._bits[_compared(member)]
+        others = f"{count} worker{'s' if count > 1 else ''} of its weights"
+        return f"bits {member.bits}, where {others} compute{'' if count > 1 else 's'} {usual}"
 
     def why(self, member: Member) -> str:
-        """Of one that does, in words."""
-        usual, count = self._bits[member.card.fingerprint]
-        others = f"{count} worker{'s' if count > 1 else ''} of its weights"
-        return (
-            f"bits {member.bits}, where {others} compute{'' if count > 1 else 's'} {usual}: a stream that moves between them "
-            f"goes on, but is not the same to the last bit as --numerics exact would have it; {SAME_BY} give the same"
-        )
+        """The same, and what follows."""
+        return f"{self.differs(member)}: {THEN}"
 
 
 class BitsWatch:
@@ -64,5 +67,13 @@ class BitsWatch:
         if self._is_said or not unlike or now_s - self._since_s < SETTLE_S:
             return None
         self._is_said = True
-        names = [f"{member.role.value} worker {member.worker}" for member in found]
-        return f"{first_of(names, ', ')}: {usual.why(found[0])}"
+        alike: dict[str, list[str]] = {}
+        for member in found:
+            alike.setdefault(usual.differs(member), []).append(f"{member.role.value} worker {member.worker}")
+        told = [f"{first_of(names, ', ')}: {differs}" for differs, names in alike.items()]
+        return f"{first_of(told, '; ')}: {THEN}"
+
+
+def _compared(member: Member) -> tuple[str, str]:
+    """Those for which it is the same compute the same, or should."""
+    return member.card.fingerprint, member.bits.partition("-")[0]

@@ -40,6 +40,7 @@ class Deployment:
         self._loop = loop
         self._on_crash = on_crash
         self._resets: list[Callable[[], int]] = []  # of the engines' prefix caches, in the same order
+        self._bits: list[str] = []  # that each of them computes
         self._compiles = CompileCounter()
         self._counted_compiles = 0
 
@@ -47,6 +48,11 @@ class Deployment:
     def front(self) -> EngineThread:
         """The engine that clients talk to: the last one added."""
         return self.engines[-1]
+
+    @property
+    def bits(self) -> str:
+        """As in `jdisagg.core.bits`; of two engines that round alike those of both, else of one behind the other's."""
+        return "/".join(dict.fromkeys(self._bits))
 
     def card(self, name: str) -> ModelCard:
         """What the served model promises."""
@@ -124,6 +130,7 @@ class Deployment:
             feed = KVEventFeed(core.scheduler.kv_journal(), ring.post, core.metrics)
         self.engines.append(start_engine(core, role, self._on_crash, feed))
         self._resets.append(core.scheduler.reset_prefix_cache)
+        self._bits.append(core.bits)
 
     async def reset_prefix_cache(self) -> int:
         """Every engine forgets its cached prefixes; returns the pages freed. Raises Unavailable when one does not turn over."""

@@ -120,7 +120,7 @@ class Edges:
             card=self.engine.card,
             fingerprint_parts=core.loaded.fingerprint_parts,
             grammars=core.grammars is not None,
-            bits=core.bits,
+            bits=self._deployment.bits,
             needs_prefill=self._deployment.needs_prefill,
             text_digest=self._text_digest,
             cache_tokens=self._deployment.cache_tokens,

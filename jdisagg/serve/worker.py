@@ -87,7 +87,7 @@ async def serve(config: Config, process: Process) -> int:
             model=edges.model_name,
             warmup_s=round(monotonic() - started_s, 2),
             executables=deployment.num_executables,
-            bits=deployment.core.bits or None,
+            bits=deployment.bits or None,
         )
     )
     await process.stopping.wait()

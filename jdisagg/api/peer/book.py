@@ -106,6 +106,11 @@ class PeerBook:
             )
         known.bits = bits
 
+    def is_unlike(self, peer: str, ours: str) -> bool:
+        """Whether it computes other bits. Any thread."""
+        known = self._peers.get(peer)
+        return known is not None and are_unlike(ours, known.bits)
+
     def agreed(self, peer: str, reached: Reached) -> None:
         """What KV comes over, in order of preference, and what it does not come over. Said when it is news."""
         known, over = self._of(peer), ", else ".join(reached.backends)
@@ -136,11 +141,6 @@ class PeerBook:
         if not known.why or known.why == DRAINING:
             return False
         return known.refuses or (known.failed_s is not None and now_s - known.failed_s < SUSPECT_S)
-
-    def is_unlike(self, peer: str, ours: str) -> bool:
-        """Whether it computes other bits. Any thread."""
-        known = self._peers.get(peer)
-        return known is not None and are_unlike(ours, known.bits)
 
     def whys(self) -> dict[str, str]:
         """Of all that were spoken to. Any thread."""

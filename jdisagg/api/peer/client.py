@@ -102,7 +102,7 @@ class GrpcPeerClient:
         return self._book.is_doubtful(peer, monotonic())
 
     def is_unlike(self, peer: str) -> bool:
-        """Whether it computes other bits than this worker, as it said last."""
+        """Whether it said that it computes other bits."""
         return self._book.is_unlike(peer, self._identity.bits)
 
     def no_kv(self, peer: str, why: str) -> None:

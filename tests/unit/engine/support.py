@@ -74,12 +74,13 @@ def make(
     num_pages: int = 64,
     max_num_seqs: int = 4,
     max_num_batched_tokens: int = 64,
+    max_model_len: int | None = 64,
     role: Role = Role.UNIFIED,
     chunk_tokens: int = 8,
 ) -> ModelRunner:
     """A runner of the small model."""
     config = Config(
-        model=ModelConfig(numerics=numerics, max_model_len=64),
+        model=ModelConfig(numerics=numerics, max_model_len=max_model_len),
         cache=CacheConfig(page_size=page_size, num_pages=num_pages),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
         transfer=TransferConfig(transfer_chunk_tokens=chunk_tokens, local_prefill=LocalPrefill.ON_FAILURE),

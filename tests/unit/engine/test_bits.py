@@ -37,6 +37,11 @@ def test_what_rounds_elsewhere_shows(bits: str, changes: dict[str, Any]) -> None
     assert other.partition("-")[0] == bits.partition("-")[0]
 
 
+def test_a_pool_of_one_token_is_no_reason_not_to_start() -> None:
+    runner = make(numerics=Numerics.EXACT, page_size=1, num_pages=2, max_model_len=None)
+    assert compute_bits(runner).startswith("1-")
+
+
 @pytest.mark.parametrize("part", ["embed_tokens", "layers", "lm_head"])
 def test_one_bit_in_one_number_of_what_is_computed_shows(bits: str, part: str) -> None:
     """As an instruction that rounds once instead of twice leaves it: in every layer, and behind the last one."""

@@ -176,11 +176,11 @@ class Wire:
     def is_down(self, peer: str) -> bool:
         return peer in self.down | self.draining
 
-    def is_unlike(self, peer: str) -> bool:
-        return False
-
     def is_doubtful(self, peer: str) -> bool:
         return peer in self.refusing
+
+    def is_unlike(self, peer: str) -> bool:
+        return False
 
     def unreached(self, peer: str, backend: str, why: str) -> None:
         """There is one backend."""

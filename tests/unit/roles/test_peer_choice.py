@@ -14,8 +14,8 @@ from jdisagg.roles.peer_choice import PeerChoice
 
 
 class Peers:
-    """All well, but `down` and `doubtful`; of those that are `heard` it is known, of others nothing is. `unlike`: known to
-    compute other bits."""
+    """All well, but `down` and `doubtful`; of those that are `heard` it is known, of others nothing is. `unlike` ones compute
+    other bits."""
 
     def __init__(
         self, *down: str, doubtful: tuple[str, ...] = (), heard: tuple[str, ...] = (), unlike: tuple[str, ...] = ()
@@ -90,6 +90,15 @@ def test_a_request_that_all_of_its_routers_list_were_full_for_may_ask_whoever_is
     assert peers.later(asked(peers=())) == ("new", "old")
 
 
+def test_who_computes_our_bits_is_asked_before_others_however_much_waits_there_for_us() -> None:
+    peers = choice(unlike=("new",))
+    peers.opened(HandoffId("a", 1), "old", 9)
+    assert peers.of(asked(peers=())) == ("old", "new"), "as a router tells of them"
+    assert choice(unlike=("old",)).of(asked(peers=())) == ("new", "old"), "as --prefill has them"
+    assert choice(heard=("p:1",), unlike=("p:1",)).of(asked(7, peers=("p:1",))) == ("old", "new", "p:1")
+    assert choice(unlike=("new",), doubtful=("old",)).of(asked(peers=())) == ("new", "old"), "one whose KV comes, before that"
+
+
 def test_who_is_down_is_not_asked_where_it_can_be_computed_here() -> None:
     assert choice("router's").of(asked(7)) == ("old", "new")
 
@@ -111,14 +120,6 @@ def test_where_all_that_a_router_names_are_doubtful_those_known_here_are_asked_f
     assert choice(doubtful=("p:1", "p:2")).of(named) == ("old", "new", "p:1", "p:2")
     assert choice("p:2", doubtful=("p:1", "old")).of(named) == ("new", "p:1", "old")
     assert choice(doubtful=("p:1",)).of(named) == ("p:2", "p:1"), "its router knows best"
-
-
-def test_who_computes_other_bits_is_asked_after_who_does_not_however_much_waits_there_and_before_who_is_doubtful() -> None:
-    peers = choice(heard=("router's",), unlike=("old",))
-    peers.opened(HandoffId("a", 1), "new", 90)
-    assert peers.of(asked(peers=())) == ("new", "old")
-    assert peers.of(asked(7)) == ("router's", "new", "old")
-    assert choice(unlike=("old",), doubtful=("new",)).of(asked(peers=())) == ("old", "new")
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,27 @@ def test_the_bits_of_most_are_the_usual_ones_of_their_weights() -> None:
     unsaid, apart = worker(4, ""), worker(5, B, weights="others")
     usual = Usual([odd, *others, unsaid, apart])
     assert [usual.lacks(one) for one in (odd, *others, unsaid, apart)] == [True, False, False, False, False]
-    assert usual.bits("weights") == A
-    assert usual.bits("nobody's") == ""
+    assert usual.differs(odd) == f"bits {B}, where 2 workers of its weights compute {A}"
     assert Usual([odd, others[0]]).lacks(others[0]), "of as many the first ones"
+
+
+def test_many_that_hold_less_and_tried_fewer_tokens_hide_nobody() -> None:
+    odd, like, short = worker(1, B), [worker(2, A), worker(3, A)], [worker(n, "15-cccc") for n in (4, 5, 6)]
+    usual = Usual([odd, *like, *short])
+    assert [usual.lacks(one) for one in (odd, *like, *short)] == [True, *[False] * 5]
+
+
+def test_those_that_compute_unlike_others_each_in_a_way_of_its_own_are_named_with_their_bits() -> None:
+    watch, apart = BitsWatch(), [worker(n, bits, weights="others") for n, bits in ((7, A), (8, A), (9, B))]
+    members = [*[worker(n, A) for n in (1, 2, 3)], worker(4, B), worker(5, "48-cccc"), worker(6, B), *apart]
+    assert watch.look(members, 0.0) is None
+    said = watch.look(members, SETTLE_S)
+    assert said is not None
+    assert said.startswith(
+        f"decode worker pid 4 @ h:4, decode worker pid 6 @ h:6: bits {B}, where 3 workers of its weights compute {A}; "
+        f"decode worker pid 5 @ h:5: bits 48-cccc, where 3 workers of its weights compute {A}; "
+        f"decode worker pid 9 @ h:9: bits {B}, where 2 workers of its weights compute {A}: a stream that moves"
+    )
 
 
 def test_who_computes_other_bits_is_named_once_it_stays_so() -> None:

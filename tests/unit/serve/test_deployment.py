@@ -12,6 +12,7 @@ import pytest
 from jdisagg.api.generation import local_engine
 from jdisagg.api.generation.local_engine import LocalEngine
 from jdisagg.api.peer.client import GrpcPeerClient
+from jdisagg.core.bits import are_unlike
 from jdisagg.core.config import CacheConfig, Config, LocalPrefill, TransferConfig
 from jdisagg.core.fleet import ModelCard
 from jdisagg.core.requests import Role
@@ -26,9 +27,9 @@ CARD = ModelCard(name="m", max_model_len=48, vocab_size=31, eos_token_ids=(0,), 
 
 
 @pytest.fixture
-def two() -> Iterator[tuple[Deployment, list[Engine]]]:
+def two(request: pytest.FixtureRequest) -> Iterator[tuple[Deployment, list[Engine]]]:
     engines, crashes = [Engine(Role.UNIFIED, 24, local_prefill=True) for _ in range(2)], list[BaseException]()
-    cores = [core_of(engine) for engine in engines]
+    cores = [core_of(engine, bits) for engine, bits in zip(engines, getattr(request, "param", ("", "")), strict=True)]
     loop = asyncio.new_event_loop()
     deployment = Deployment(cores[-1], loop, crashes.append)
     for core, engine in zip(cores, engines, strict=True):
@@ -41,7 +42,7 @@ def two() -> Iterator[tuple[Deployment, list[Engine]]]:
     assert not crashes
 
 
-def core_of(engine: Engine) -> Any:
+def core_of(engine: Engine, bits: str = "") -> Any:
     parts: dict[str, Any] = {name: getattr(engine, name) for name in ("scheduler", "runner", "inbox", "streams", "metrics")}
     setattr(parts["runner"], "chunk_tokens", 4)  # noqa: B010 - a fake of the loop's, not of the search for NaN
     return SimpleNamespace(
@@ -52,6 +53,7 @@ def core_of(engine: Engine) -> Any:
         epoch="e",
         num_executables=0,
         grammars=None,
+        bits=bits,
         **parts,
     )
 
@@ -67,6 +69,19 @@ def test_the_prefix_caches_of_both_are_reset(two: tuple[Deployment, list[Engine]
         assert [engine.scheduler.reset_prefix_cache() for engine in engines] == [0, 0]
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("two", "wanted"),
+    [(("", ""), ""), (("48-aa", "48-aa"), "48-aa"), (("48-aa", "48-bb"), "48-aa/48-bb")],
+    indirect=["two"],
+)
+def test_the_bits_are_those_of_both_engines_where_they_round_alike_and_else_of_either(
+    two: tuple[Deployment, list[Engine]], wanted: str
+) -> None:
+    """One worker whose engines have meshes of unlike sizes streams as neither would alone."""
+    assert two[0].bits == wanted
+    assert are_unlike(two[0].bits, "48-bb") is bool(wanted)
 
 
 def test_the_state_is_that_of_both_and_of_one_while_the_other_stands_still(

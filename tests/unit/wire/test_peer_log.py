@@ -197,6 +197,7 @@ def test_the_log_says_of_each_process_of_a_peer_once_that_it_computes_other_bits
         told = f"prefill peer {addresses[1]} computes bits 48-bb, we 48-aa: "
         assert caplog.text.count(told) == caplog.text.count("computes bits") == 1
         assert d.client.snapshot()[addresses[1]]["bits"] == "48-bb"
+        assert [*map(d.client.is_unlike, addresses), d.client.is_unlike("nobody:1")] == [False, True, False]
         await asyncio.sleep(0.2)  # several more Hellos
         assert caplog.text.count(told) == 1
         odd.service._identity = identity(bits="48-cc")
