@@ -193,7 +193,8 @@ class LaneFetcher:
         started_s = monotonic()
         try:
             if started_s >= job.deadline_s:
-                raise PieceError("timeout", "the deadline passed before the fetch began")
+                was = "before the fetch began" if job.begun is None else "while it was on its way, behind others"
+                raise PieceError("timeout", f"the deadline passed {was}")
             piece = self._obtain(job)
         except PieceError as error:
             return PieceFailed(handoff=job.handoff, ready=job.ready, reason=error.reason, detail=error.detail)

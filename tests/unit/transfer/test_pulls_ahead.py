@@ -87,6 +87,19 @@ def test_what_was_cancelled_takes_nobodys_place_on_the_way() -> None:
     rig.close()
 
 
+def test_one_whose_time_is_up_before_its_turn_is_told_to_have_been_on_its_way() -> None:
+    rig = Rig("jax").start()
+    readies = published(rig, 2)
+    rig.fetch(renamed(readies[0], "ac1"), SILENT, within_s=120.0)
+    rig.fetch(readies[1], within_s=1.0)
+    _, job = queued(rig)
+    wait_until(lambda: job.begun and time.monotonic() > job.deadline_s)
+    rig.fetcher.cancel(SILENT)
+    said = "the deadline passed while it was on its way, behind others"
+    assert rig.event() == PieceFailed(handoff=job.handoff, ready=readies[1], reason="timeout", detail=said)
+    rig.close()
+
+
 def test_one_that_is_damaged_costs_itself_alone() -> None:
     rig = Rig("jax").start()
     readies = published(rig, 5)
