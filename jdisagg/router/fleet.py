@@ -12,6 +12,7 @@ Requests never cross fingerprints: a fleet half old and half new weights serves 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from weakref import WeakValueDictionary
 
@@ -149,11 +150,10 @@ class Fleet:
         """Those of them that take no new requests, as they are about to end."""
         return sum(entry.member.draining for entry in self._there(role))
 
-    def count_in(self, role: Role, state: State, now_s: float) -> int:
-        """Workers of a role that have registered and are in that state."""
-        of_role = [entry for entry in self._entries.values() if entry.member.role is role]
-        partners = Partners(self.members())
-        return sum(standing_among(entry, partners, now_s).state is state for entry in of_role)
+    def count_states(self, now_s: float) -> Counter[tuple[Role, State]]:
+        """How many workers of each role that have registered are in each state."""
+        partners, entries = Partners(self.members()), self._entries.values()
+        return Counter((entry.member.role, standing_among(entry, partners, now_s).state) for entry in entries)
 
     def count_unlike(self, role: Role) -> int:
         """Workers of a role that compute other bits than most of their weights."""
