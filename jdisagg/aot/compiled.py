@@ -17,7 +17,7 @@ from jdisagg.aot.abstract import AbstractEngine
 from jdisagg.aot.findings import Precious, Program, collectives, copies, kernels, led_by_host
 from jdisagg.aot.hlo import parse
 from jdisagg.core.config import LayerLoop
-from jdisagg.engine.compile_options import GPU_PLATFORMS
+from jdisagg.core.platforms import GPU_PLATFORMS
 from jdisagg.engine.executables import MODEL_STEPS, Executable, Operand
 from jdisagg.models.abstract import bytes_per_device
 

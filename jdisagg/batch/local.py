@@ -6,8 +6,8 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 
 import httpx
@@ -24,7 +24,7 @@ from jdisagg.roles.watchdog import Watchdog
 from jdisagg.serve.build import build_deployment
 from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.engines import exit_on_crash
-from jdisagg.serve.process import keep_what_is_there
+from jdisagg.serve.process import GC_THRESHOLDS, keep_what_is_there
 from jdisagg.serve.text_edge import TextModel, make_edge, read_text_model
 
 log = logging.getLogger(__name__)
@@ -40,20 +40,31 @@ async def open_local(config: Config, timeout: httpx.Timeout) -> AsyncIterator[ht
     )
     watchdog = Watchdog(list(deployment.engines), config.device.step_timeout_s)
     watchdog.start()
-    thresholds = gc.get_threshold()
     try:
-        for engine in deployment.engines:
-            await asyncio.to_thread(self_test, engine)
-        deployment.compiles_are_over()
-        keep_what_is_there()
-        async with client_of(_application(config, deployment, text, metrics, timeout), timeout) as client:
-            yield client
+        with searched_as_before():
+            for engine in deployment.engines:
+                await asyncio.to_thread(self_test, engine)
+            deployment.compiles_are_over()
+            keep_what_is_there()
+            async with client_of(_application(config, deployment, text, metrics, timeout), timeout) as client:
+                yield client
     finally:
-        gc.unfreeze()
-        gc.set_threshold(*thresholds)  # the process is whoever's
         watchdog.stop()
         await deployment.aclose()
         await asyncio.to_thread(deployment.stop)
+
+
+@contextmanager
+def searched_as_before() -> Iterator[None]:
+    """When it ends the process, which is whoever's, is searched for garbage as it was before `keep_what_is_there`. Engines
+    that are still there have no worse of it than longer searches."""
+    thresholds = gc.get_threshold()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if thresholds != GC_THRESHOLDS:  # else another one's, that may have ended meanwhile
+            gc.set_threshold(*thresholds)
 
 
 def client_of(app: ASGIApp, timeout: httpx.Timeout) -> httpx.AsyncClient:

@@ -13,10 +13,11 @@ instance has a registry of its own, so two engines in one test do not meet. All 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from jdisagg.core.errors import RequestError
@@ -54,6 +55,25 @@ _WITHOUT_ENGINE = frozenset(
 )
 
 
+class Counts:
+    """A gauge that is counted at every scrape, all of its series at once."""
+
+    def __init__(self, name: str, help_text: str, labelnames: tuple[str, ...]) -> None:
+        self._name, self._help_text, self._labelnames = name, help_text, labelnames
+        self._count: Callable[[], Mapping[tuple[str, ...], int]] = dict
+
+    def set_function(self, count: Callable[[], Mapping[tuple[str, ...], int]]) -> None:
+        """`count` gives the number for each of the labels' values; call once, at start."""
+        self._count = count
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """As prometheus_client asks for it."""
+        family = GaugeMetricFamily(self._name, self._help_text, labels=self._labelnames)
+        for values, number in self._count().items():
+            family.add_metric(values, number)
+        yield family
+
+
 class _Registry:
     """Names and registers what is defined below. `engine` False: only what a router feeds is exposed."""
 
@@ -65,6 +85,13 @@ class _Registry:
     def gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
         """`jdisagg_NAME`."""
         return Gauge(f"jdisagg_{name}", help_text, labels, registry=self._of(name))
+
+    def counts(self, name: str, help_text: str, *labels: str) -> Counts:
+        """`jdisagg_NAME`."""
+        made = Counts(f"jdisagg_{name}", help_text, labels)
+        if (registry := self._of(name)) is not None:
+            registry.register(made)
+        return made
 
     def counter(self, name: str, help_text: str, *labels: str) -> Counter:
         """`jdisagg_NAME_total`."""
@@ -179,7 +206,7 @@ class FleetMetrics:
     def __init__(self, new: _Registry) -> None:
         self.workers = new.gauge("workers", "Workers this router knows (decode and unified: connected ones).", "role")
         self.draining = new.gauge("workers_draining", "Those of them that are about to end, and take no new requests.", "role")
-        self.states = new.gauge(
+        self.states = new.counts(
             "worker_states", "Workers that have registered, by what this router makes of them.", "role", "state"
         )
         self.unlike = new.gauge("workers_unlike", "Those whose bits, in exact, are not those of most of their weights.", "role")

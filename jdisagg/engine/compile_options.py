@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-GPU_PLATFORMS = ("gpu", "cuda")
+from jdisagg.core.platforms import GPU_PLATFORMS
 
 # Products of one input are joined where weights are small, by default 32 MB. For a few rows gate and up of an 8B model are
 # read faster joined, by one kernel instead of two. For a prompt's rows cuBLAS would want the weights copied.

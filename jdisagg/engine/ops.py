@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jdisagg.engine.compile_options import GPU_PLATFORMS
+from jdisagg.core.platforms import GPU_PLATFORMS
 from jdisagg.kv.group import KVGroup
 from jdisagg.kv.layout import TP_AXIS, KVLayout
 from jdisagg.kv.pool import MIN_PAGES

@@ -12,6 +12,7 @@ Requests never cross fingerprints: a fleet half old and half new weights serves 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from weakref import WeakValueDictionary
 
@@ -104,7 +105,10 @@ class Fleet:
 
     def waits(self, entry: Entry, silent_s: float, now_s: float) -> bool:
         """Whether a worker whose Run stream is silent for so long is not taken for dead."""
-        return self._silence.waits(entry, self._entries.values(), silent_s, now_s, gets_none=self._is_idle)
+        partners = Partners(self.members())
+        return self._silence.waits(
+            *(entry, self._entries.values(), silent_s, now_s), gets_none=lambda other: _is_idle(other, partners)
+        )
 
     def forgive(self, late_s: float, now_s: float) -> None:
         """This process slept `late_s` longer than it meant to: that is not the workers' silence. Who was heard meanwhile was
@@ -146,11 +150,10 @@ class Fleet:
         """Those of them that take no new requests, as they are about to end."""
         return sum(entry.member.draining for entry in self._there(role))
 
-    def count_in(self, role: Role, state: State, now_s: float) -> int:
-        """Workers of a role that have registered and are in that state."""
-        of_role = [entry for entry in self._entries.values() if entry.member.role is role]
-        partners = Partners(self.members())
-        return sum(standing_among(entry, partners, now_s).state is state for entry in of_role)
+    def count_states(self, now_s: float) -> Counter[tuple[Role, State]]:
+        """How many workers of each role that have registered are in each state."""
+        partners, entries = Partners(self.members()), self._entries.values()
+        return Counter((entry.member.role, standing_among(entry, partners, now_s).state) for entry in entries)
 
     def count_unlike(self, role: Role) -> int:
         """Workers of a role that compute other bits than most of their weights."""
@@ -162,17 +165,9 @@ class Fleet:
         return standings_of(self._entries.values(), now_s)
 
     def _there(self, role: Role) -> list[Entry]:
+        partners = Partners(self.members())
         entries = [entry for entry in self._entries.values() if entry.member.role is role]
-        return [entry for entry in entries if not entry.member.decodes or (entry.serves and not self._is_idle(entry))]
-
-    def _is_idle(self, entry: Entry) -> bool:
-        """It gets no requests, by its own word or since it has nobody to compute prompts."""
-        return bool(entry.member.not_ready) or self._lacks_partner(entry)
-
-    def _lacks_partner(self, entry: Entry) -> bool:
-        return entry.member.needs_prefill and all(
-            peer.member.card.fingerprint != entry.member.card.fingerprint for peer in self._prefill()
-        )
+        return [entry for entry in entries if not entry.member.decodes or (entry.serves and not _is_idle(entry, partners))]
 
     def choose(
         self,
@@ -283,3 +278,8 @@ class Fleet:
     def suspect(self, entry: Entry, now_s: float) -> None:
         """It failed somebody."""
         entry.suspect_until_s = now_s + SUSPECT_S
+
+
+def _is_idle(entry: Entry, partners: Partners) -> bool:
+    """It gets no requests, by its own word or since it has nobody to compute prompts."""
+    return bool(entry.member.not_ready) or partners.leave_idle(entry.member)

@@ -78,9 +78,7 @@ class FleetEngine:
             metrics.fleet.workers.labels(role=role.value).set_function(partial(self.workers.fleet.count, role))
             metrics.fleet.draining.labels(role=role.value).set_function(partial(self.workers.fleet.count_draining, role))
             metrics.fleet.unlike.labels(role=role.value).set_function(partial(self.workers.fleet.count_unlike, role))
-            for standing in State:
-                in_it = partial(self._count_in, role, standing)
-                metrics.fleet.states.labels(role=role.value, state=standing.value).set_function(in_it)
+        metrics.fleet.states.set_function(self._count_states)
         for state in ("running", "waiting"):
             metrics.requests.live.labels(state=state).set_function(partial(self._count, running=state == "running"))
         self._card: ModelCard | None = None  # the last one that workers showed
@@ -178,8 +176,10 @@ class FleetEngine:
         """Requests that a worker has, or those that wait for one."""
         return sum((flight.entry is not None) == running for flight in self._flights.values())
 
-    def _count_in(self, role: Role, state: State) -> int:
-        return self.workers.fleet.count_in(role, state, monotonic())
+    def _count_states(self) -> dict[tuple[str, ...], int]:
+        """By role and state, also those that nobody is in."""
+        counts = self.workers.fleet.count_states(monotonic())
+        return {(role.value, state.value): counts[role, state] for role in Role for state in State}
 
     async def debug_state(self) -> dict[str, Any]:
         """Members and flights."""

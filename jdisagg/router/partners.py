@@ -19,7 +19,7 @@ _THEN = {  # what becomes of them
 
 
 class Partners:
-    """Those of a fleet that may pair, as they do not drain. For operators: nobody loses a request through it."""
+    """Those of a fleet that may pair, as they do not drain."""
 
     def __init__(self, members: Iterable[Member]) -> None:
         there = [member for member in members if not member.draining]
@@ -39,9 +39,14 @@ class Partners:
         return member.card.fingerprint in self._weights[_OTHER.get(member.role, Role.PREFILL)]
 
     def lacks(self, member: Member) -> bool:
-        """Whether there is somebody on the other side, and all of them have other weights."""
+        """Whether there is somebody on the other side, and all of them have other weights. For operators: no request is lost by
+        it."""
         other = _OTHER.get(member.role)
         return other is not None and bool(self._of[other]) and not self.has(member)
+
+    def leave_idle(self, member: Member) -> bool:
+        """Whether it never computes prompts, and nobody computes them for it."""
+        return member.needs_prefill and not self.has(member)
 
     def why(self, lonely: Sequence[Member]) -> str:
         """What follows for those of one role that lack a partner, and what keeps them from all that there are."""

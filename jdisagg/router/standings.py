@@ -19,7 +19,7 @@ def standing_among(entry: Entry, partners: Partners, now_s: float) -> Standing:
     found = entry.standing(now_s)
     if found.state not in (State.SERVING, State.SUSPECT):
         return found
-    if entry.member.needs_prefill and not partners.has(entry.member):
+    if partners.leave_idle(entry.member):
         return replace(found, state=State.NOT_READY, why=NO_PARTNER)
     return replace(found, state=State.UNPAIRED) if partners.lacks(entry.member) else found
 

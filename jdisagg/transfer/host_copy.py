@@ -5,8 +5,9 @@ from __future__ import annotations
 import jax
 import numpy as np
 
+from jdisagg.core.platforms import GPU_PLATFORMS
+
 PINNED = "pinned_host"
-_GPU = "gpu"
 
 
 def on_host(array: jax.Array) -> np.ndarray:
@@ -15,6 +16,6 @@ def on_host(array: jax.Array) -> np.ndarray:
     From a GPU it comes through memory that the device may write by itself: 22 GB/s on an H200, 3 into any other memory, where
     the driver copies every part once more.
     """
-    if next(iter(array.sharding.device_set)).platform == _GPU:
+    if next(iter(array.sharding.device_set)).platform in GPU_PLATFORMS:
         array = jax.block_until_ready(jax.device_put(array, array.sharding.with_memory_kind(PINNED)))
     return np.asarray(array)

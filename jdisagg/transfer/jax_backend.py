@@ -12,9 +12,10 @@ one slab a device is copied nowhere: what the gather made is offered, and what a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import jax
 import jax.numpy as jnp
@@ -124,7 +125,7 @@ class _Pulls:
         self._target = target
         self._forms = {target.dtype: joiner}  # by dtype of arriving pieces
         self._connections: dict[str, tuple[str, TransferConnection]] = {}  # by peer, each touched by its lane alone
-        self.behind: Callable[[FetchJob], list[FetchJob]] = lambda job: []
+        self.behind: Callable[[FetchJob], Iterable[FetchJob]] = lambda job: ()
 
     def obtain(self, job: FetchJob) -> Piece:
         ready = job.ready
@@ -147,8 +148,8 @@ class _Pulls:
     def _begin_behind(self, job: FetchJob, connection: TransferConnection) -> None:
         """Begin to pull what comes next over the same connection, up to what ends that by connecting to another server. What
         fails here fails again when its turn has come."""
-        wanted = [following for following in self.behind(job) if following.begun or not following.cancelled]
-        for following in wanted[:PULLS_AHEAD]:
+        wanted = (following for following in self.behind(job) if following.begun or not following.cancelled)
+        for following in islice(wanted, PULLS_AHEAD):
             if following.begun is None and connection.is_open:
                 with suppress(PieceError):
                     self._target.check(following.ready)

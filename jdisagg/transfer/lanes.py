@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -134,11 +134,13 @@ class LaneFetcher:
             if job.handoff == handoff:
                 job.cancelled = True
 
-    def behind(self, job: FetchJob) -> list[FetchJob]:
-        """The fetches from the job's peer that wait for it, in order; none for one that does not run. Lanes that wait look
-        often: those of other peers are not walked."""
-        queued = list(self._of_peer.get(job.peer, ()))
-        return queued[1:] if queued and queued[0] is job else []
+    def behind(self, job: FetchJob) -> Iterator[FetchJob]:
+        """The fetches from the job's peer that wait for it, in order; none for one that does not run. For its own lane, and
+        lanes that wait look often: no more are walked than it takes, and none of other peers."""
+        queued = self._of_peer.get(job.peer)
+        if queued and queued[0] is job:
+            for index in range(1, len(queued)):  # by index: meanwhile there may be new ones
+                yield queued[index]
 
     @property
     def num_jobs(self) -> int:
@@ -193,7 +195,8 @@ class LaneFetcher:
         started_s = monotonic()
         try:
             if started_s >= job.deadline_s:
-                raise PieceError("timeout", "the deadline passed before the fetch began")
+                was = "before the fetch began" if job.begun is None else "while it was on its way, behind others"
+                raise PieceError("timeout", f"the deadline passed {was}")
             piece = self._obtain(job)
         except PieceError as error:
             return PieceFailed(handoff=job.handoff, ready=job.ready, reason=error.reason, detail=error.detail)

@@ -11,11 +11,12 @@ import pallas_kernels.attention
 import pallas_kernels.write
 from gpu_kit.attention_case import LAYER, Arrays
 from gpu_kit.findings import Skipped
+from jdisagg.core.platforms import GPU_PLATFORMS
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.rows import Rows
 
-# Implementations that a platform cannot run; CUDA goes by either name.
-ELSEWHERE = {"cpu": {"tpu", "gpu"}, "gpu": {"tpu"}, "cuda": {"tpu"}, "tpu": {"gpu"}}
+# Implementations that a platform cannot run
+ELSEWHERE = {"cpu": {"tpu", "gpu"}, "tpu": {"gpu"}} | {gpu: {"tpu"} for gpu in GPU_PLATFORMS}
 
 
 def implementations(platform: str) -> list[Implementation]:

@@ -71,7 +71,7 @@ class HttpServer:
 
     async def stop(self, deadline_s: float | None = None) -> None:
         """Accept nothing more, let open requests end until `deadline_s` (None = for `stop_timeout_s`), or for a second; cut the
-        rest, close. Idempotent."""
+        rest, close. Idempotent. Raises what the server failed with, once it is closed."""
         task, self._task = self._task, None
         if task is None:
             self._listener.close()
@@ -79,12 +79,21 @@ class HttpServer:
         left_s = self._stop_timeout_s if deadline_s is None else deadline_s - monotonic()
         self._server.config.timeout_graceful_shutdown = timeout_s = max(1, round(left_s))
         self._server.should_exit = True
-        done, _ = await asyncio.wait([task], timeout=timeout_s + 5.0)
-        if not done:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        else:
-            task.result()
+        try:
+            done, _ = await asyncio.wait([task], timeout=timeout_s + 5.0)
+            if not done:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            else:
+                task.result()
+        finally:
+            self._cut()
+            await asyncio.sleep(0)  # each hears of it before the loop may end
+
+    def _cut(self) -> None:
+        """Close what uvicorn left open: if it failed, maybe everything."""
+        for listening in getattr(self._server, "servers", ()):  # there once it has started
+            listening.close()
+        self._listener.close()
         for connection in list(self._server.server_state.connections):  # with bytes that nobody takes
             cast(Any, connection).transport.abort()
-        await asyncio.sleep(0)  # each hears of it before the loop may end

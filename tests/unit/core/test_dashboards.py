@@ -14,7 +14,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from jdisagg.core import errors
 from jdisagg.core.fleet import State
-from jdisagg.core.metrics import DAMAGE, Metrics
+from jdisagg.core.metrics import DAMAGE, Counts, Metrics
 from jdisagg.core.requests import FinishReason, Role
 from jdisagg.handoff.messages import ChunkReady
 from jdisagg.serve.backends import _ORDER
@@ -59,7 +59,7 @@ def series(*, engine: bool) -> dict[str, frozenset[str]]:
     found = dict.fromkeys(OF_THE_LIBRARY, frozenset[str]())
     for group in vars(metrics).values():
         for one in vars(group).values() if not isinstance(group, MetricWrapperBase) else (group,):
-            if isinstance(one, MetricWrapperBase) and one._name in shown:
+            if isinstance(one, MetricWrapperBase | Counts) and one._name in shown:
                 labels = frozenset(one._labelnames)
                 found |= {one._name: labels, f"{one._name}_total": labels}
                 found |= {f"{one._name}_sum": labels, f"{one._name}_count": labels, f"{one._name}_bucket": labels | {"le"}}

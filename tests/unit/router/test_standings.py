@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from itertools import count
+from time import monotonic
 
 import pytest
 
 from jdisagg.core.fleet import SUSPECT_S, Member, Standing, State
 from jdisagg.core.requests import Role
+from jdisagg.router import fleet_engine
 from jdisagg.router.entry import Entry, RunStream
 from jdisagg.router.fleet import Fleet
 from jdisagg.router.standings import NO_PARTNER
+from tests.unit.router.fakes import FakeWorker, Router
+from tests.unit.router.rig import stop
 from tests.unit.router.test_late_registrations import MEMBER
-from tests.unit.wire.rig import member
+from tests.unit.wire.rig import member, run_quiet, until
 
 NOW_S = 10.0
 
@@ -77,7 +83,7 @@ def test_a_decode_worker_that_never_computes_prompts_is_ready_where_a_prefill_wo
     state, why = (State.SERVING, "") if is_ready else (State.NOT_READY, NO_PARTNER)
     assert dict(fleet.standings(NOW_S))[needy] == Standing(state, why, 0)
     assert fleet.count(Role.DECODE) == is_ready
-    assert fleet.count_in(Role.DECODE, State.NOT_READY, NOW_S) == (not is_ready)
+    assert fleet.count_states(NOW_S)[Role.DECODE, State.NOT_READY] == (not is_ready)
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
@@ -94,7 +100,7 @@ def test_a_worker_with_other_weights_than_all_on_the_other_side_is_unpaired_and_
     prefill, decode = ("bb", "aa") if role is Role.PREFILL else ("aa", "bb")
     assert found["odd:1"].state is State.UNPAIRED
     assert found["odd:1"].why.endswith(f": weights.layers (prefill {prefill}, decode {decode}) must be the same on both")
-    assert fleet.count_in(role, State.UNPAIRED, NOW_S) == fleet.count_in(role, State.SERVING, NOW_S) == 1
+    assert fleet.count_states(NOW_S)[role, State.UNPAIRED] == fleet.count_states(NOW_S)[role, State.SERVING] == 1
     entry = fleet.at("odd:1")
     assert entry is not None
     if role is Role.DECODE:
@@ -114,4 +120,23 @@ def test_a_prefill_worker_is_not_unpaired_where_there_is_no_decode_worker_at_all
     fleet.register(made(Role.PREFILL, "p:1", "aa"), NOW_S)
     for role in others:
         fleet.register(made(role, "o:1", "bb"), NOW_S)
-    assert fleet.count_in(Role.PREFILL, State.SERVING, NOW_S) == 1 + (others == (Role.PREFILL,))
+    assert fleet.count_states(NOW_S)[Role.PREFILL, State.SERVING] == 1 + (others == (Role.PREFILL,))
+
+
+def test_a_scrape_finds_each_worker_in_one_state_whenever_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        router = await Router().start()
+        fleet, now_s = router.engine.workers.fleet, monotonic()
+        worker = FakeWorker((router.address,))
+        await worker.start()
+        await until(lambda: router.linked() == 1)
+        (entry,) = fleet.entries()
+        for num_looks in range(len(Role) * len(State)):
+            entry.suspect_until_s = now_s + num_looks + 0.5
+            monkeypatch.setattr(fleet_engine, "monotonic", count(now_s).__next__)
+            shown = re.findall(r"jdisagg_worker_states\{.*\} (\S+)", router.metrics.text())
+            monkeypatch.undo()
+            assert (len(shown), sum(map(float, shown))) == (len(Role) * len(State), 1)
+        await stop(router, worker)
+
+    run_quiet(body())

@@ -17,6 +17,6 @@ def test_a_cpu_array_is_not_copied() -> None:
 
 def test_through_pinned_memory_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     array = jnp.arange(24.0).reshape(2, 3, 4)
-    monkeypatch.setattr(host_copy, "_GPU", "cpu")
+    monkeypatch.setattr(host_copy, "GPU_PLATFORMS", ("cpu",))
     np.testing.assert_array_equal(on_host(array), np.asarray(array))
     assert on_host(array).ctypes.data != np.asarray(array).ctypes.data

@@ -273,7 +273,7 @@ def test_behind_a_fetch_are_those_of_its_peer_that_came_later() -> None:
     stuck.set()
     wait_until(lambda: fetches.num_jobs == 0, "all are through")
     assert behind == {"first": ["second", "third"], "elsewhere": [], "second": ["third"], "third": []}
-    assert fetches.behind(jobs["first"]) == [], "it is over"
+    assert list(fetches.behind(jobs["first"])) == [], "it is over"
     fetches.close()
 
 
