@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+UNLIKE_TOKENS = 4096  # of prompts that may wait more at a prefill worker of the bits wanted, before another one is asked
 SAME_BY = "the same kind of device, jax, --tensor-parallel-size and --kv-cache-dtype"  # what gives the same bits
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from jdisagg.core.bits import UNLIKE_TOKENS
 from jdisagg.core.config import LocalPrefill, TransferConfig
 from jdisagg.core.requests import EngineRequest
 from jdisagg.handoff.messages import HandoffId
@@ -60,8 +61,8 @@ class PeerChoice:
 
     def of(self, request: EngineRequest) -> tuple[str, ...]:
         """Prefill workers to ask, the best first: as the request's router says (least busy first), else, or where all of those
-        are down or doubtful, the first known one at which no more than this prompt waits for us already, those that compute
-        our bits before others. A stream that has begun may have outlived its list: the known ones follow."""
+        are down or doubtful, the first known one at which no more than this prompt waits for us already, and UNLIKE_TOKENS less
+        where it computes other bits. A stream that has begun may have outlived its list: the known ones follow."""
         answering, down = self._ordered(request, may_be_old=bool(request.generated_token_ids))
         # with nothing to fall back on, asking is better than failing: the others may be unfit
         return (*answering, *down) if self._policy is LocalPrefill.NEVER else answering
@@ -79,17 +80,14 @@ class PeerChoice:
         everyone, first = dict.fromkeys((*named, *known)), named if is_named else ()
 
         def num_ahead(peer: str) -> int:
-            return 0 if peer in first else self._waiting[peer] // max(1, request.num_tokens)
+            waiting = self._waiting[peer] + UNLIKE_TOKENS * self._peers.is_unlike(peer)
+            return 0 if peer in first else waiting // max(1, request.num_tokens)
 
         down = tuple(peer for peer in everyone if self._peers.is_down(peer))
         gone = self._unheard_of(named, known) if may_be_old else set[str]()
         there = (peer for peer in everyone if peer not in down)
-
-        def rank(peer: str) -> tuple[bool, bool, bool, int]:
-            # one of another kind is idle, and so is one that only we cannot reach: both come first in a list by load
-            return self._peers.is_doubtful(peer), peer in gone, self._peers.is_unlike(peer), num_ahead(peer)
-
-        return tuple(sorted(there, key=rank)), down
+        # one of another kind is idle, and so is one that only we cannot reach: both come first in a list by load
+        return tuple(sorted(there, key=lambda peer: (self._peers.is_doubtful(peer), peer in gone, num_ahead(peer)))), down
 
     def _unheard_of(self, named: tuple[str, ...], known: tuple[str, ...]) -> set[str]:
         """Of `named`, whom no router tells of any more, and who has not answered us: after a roll, addresses of nobody."""

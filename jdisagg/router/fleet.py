@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from weakref import WeakValueDictionary
 
-from jdisagg.core.bits import are_unlike
+from jdisagg.core.bits import UNLIKE_TOKENS, are_unlike
 from jdisagg.core.errors import AddressTaken
 from jdisagg.core.fleet import MAX_PREFILL_PEERS, SUSPECT_S, Load, Member, Report, Standing, State
 from jdisagg.core.requests import Role
@@ -186,10 +186,10 @@ class Fleet:
     ) -> Entry | None:
         """The worker for the next request of that fingerprint (None = any) and of `num_tokens`, its output included, with a
         prefill worker for `prefill_tokens` if it needs one; addresses in `but_not` only as a last resort, and one that holds
-        `wanted_tokens` before others, then one that computes `bits` ("" = any), the one at `home`, one that reaches prefill
-        workers of its weights, the one that had most of the prompt (`near`) of those that are not much busier than the least
-        busy one, and then less busy ones. Of equally busy ones all requests with the same `kin` get the same, whoever else
-        comes and goes. `by_grammar`: the request has a grammar."""
+        `wanted_tokens` before others, then of a stream with `bits` ("" = any do) one where nobody waits, and one that computes
+        them, the one at `home`, one that reaches prefill workers of its weights, the one that had most of the prompt (`near`)
+        of those that are not much busier than the least busy one, and then less busy ones. Of equally busy ones all requests
+        with the same `kin` get the same, whoever else comes and goes. `by_grammar`: the request has a grammar."""
         there = self._usable(fingerprint, num_tokens, prefill_tokens, by_grammar=by_grammar).entries
         if not there:
             return None
@@ -201,7 +201,8 @@ class Fleet:
             lonely = entry.member.alone or unpaired
             is_short = entry.member.card.max_model_len < wanted_tokens
             doubtful = address in but_not, entry.is_quiet, entry.suspect_until_s > now_s
-            return (*doubtful, is_short, are_unlike(bits, entry.member.bits), address != home, lonely)
+            goes_on = bool(bits) and entry.member.load.waiting > 0, are_unlike(bits, entry.member.bits)
+            return (*doubtful, is_short, *goes_on, address != home, lonely)
 
         best = min(standing(entry) for entry in there)
         equals = [entry for entry in there if standing(entry) == best]
@@ -236,9 +237,10 @@ class Fleet:
     def prefill_peers(
         self, fingerprint: str, num_tokens: int, near: Near, kin: bytes = b"", *, bits: str = "", by_grammar: bool = False
     ) -> list[Entry]:
-        """Prefill workers of that fingerprint that hold `num_tokens`, and serve grammars where it is `by_grammar`: first those
-        that compute `bits` ("" = any), then who has fewest tokens to compute until such a request is done, without what is
-        cached, of it (`near`) and of those before it; of equals the same for all requests of one `kin`."""
+        """Prefill workers of that fingerprint that hold `num_tokens`, and serve grammars where it is `by_grammar`: first who
+        has fewest tokens to compute until such a request is done, without what is cached, of it (`near`) and of those before
+        it, and UNLIKE_TOKENS more where it does not compute `bits` ("" = any do); of equals the same for all requests of one
+        `kin`."""
         peers = [
             peer
             for peer in self._prefill_of(fingerprint, bits, near, lambda peer: lot_of(peer, kin))
@@ -253,8 +255,8 @@ class Fleet:
         )
 
     def prefill_for(self, address: str) -> tuple[str, ...] | None:
-        """Addresses of all prefill workers for the decode worker there, those that compute its bits and are least busy first;
-        None for other workers."""
+        """Addresses of all prefill workers for the decode worker there, in the order of `prefill_peers`; None for other
+        workers."""
         entry = self._entries.get(address)
         if entry is None or entry.member.role is not Role.DECODE:
             return None
@@ -263,7 +265,7 @@ class Fleet:
         return tuple(peer.member.address for peer in peers)
 
     def _prefill_of(self, fingerprint: str, bits: str, near: Near, lot: Callable[[Entry], bytes]) -> list[Entry]:
-        """Those that compute `bits` first, then least busy ones; `lot` draws among equals."""
+        """Least busy first, as if those that do not compute `bits` were busier; `lot` draws among equals."""
         peers = [peer for peer in self._prefill() if peer.member.card.fingerprint == fingerprint]
         num_busy = sum(peer.pending > 0 or peer.others_tokens > 0 for peer in peers)
         worth = 1.0 + AGAIN_SHARE * (num_busy / max(1, len(peers))) ** 2  # where half are busy, idle ones have time for it
@@ -271,7 +273,7 @@ class Fleet:
         def rank(peer: Entry) -> tuple[object, ...]:
             num_waiting = peer.pending_tokens - peer.pending_cached + peer.others_tokens
             to_compute = num_waiting - worth * near.prefills.get(peer.key, NOTHING_KEPT).num_tokens
-            return are_unlike(bits, peer.member.bits), to_compute, peer.pending, lot(peer)
+            return to_compute + UNLIKE_TOKENS * are_unlike(bits, peer.member.bits), peer.pending, lot(peer)
 
         return sorted(peers, key=rank)
 

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 
+from jdisagg.core.bits import UNLIKE_TOKENS
 from jdisagg.core.config import LocalPrefill, TransferConfig
 from jdisagg.core.requests import EngineRequest, SamplingParams
 from jdisagg.handoff.messages import HandoffId
@@ -90,12 +91,16 @@ def test_a_request_that_all_of_its_routers_list_were_full_for_may_ask_whoever_is
     assert peers.later(asked(peers=())) == ("new", "old")
 
 
-def test_who_computes_our_bits_is_asked_before_others_however_much_waits_there_for_us() -> None:
+def test_who_computes_our_bits_is_asked_before_others_until_too_much_waits_there_for_us() -> None:
     peers = choice(unlike=("new",))
-    peers.opened(HandoffId("a", 1), "old", 9)
+    peers.opened(HandoffId("a", 1), "old", UNLIKE_TOKENS)
     assert peers.of(asked(peers=())) == ("old", "new"), "as a router tells of them"
+    peers.opened(HandoffId("a", 2), "old", 3)
+    assert peers.of(asked(peers=())) == ("new", "old"), "one prompt more"
     assert choice(unlike=("old",)).of(asked(peers=())) == ("new", "old"), "as --prefill has them"
-    assert choice(heard=("p:1",), unlike=("p:1",)).of(asked(7, peers=("p:1",))) == ("old", "new", "p:1")
+    assert choice(heard=("p:1",), unlike=("p:1",)).of(asked(7, peers=("p:1",))) == ("p:1", "old", "new"), (
+        "its router knows best"
+    )
     assert choice(unlike=("new",), doubtful=("old",)).of(asked(peers=())) == ("new", "old"), "one whose KV comes, before that"
 
 

@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from jdisagg.core.bits import UNLIKE_TOKENS
 from jdisagg.core.fleet import Member, Standing, State
 from jdisagg.core.requests import Output, Role
+from jdisagg.router.entry import Entry
 from jdisagg.router.fleet import Fleet
 from jdisagg.router.flight import Flight
 from jdisagg.router.prefixes import NOWHERE
@@ -94,7 +96,7 @@ def test_fleet_list_says_so_of_one_that_serves_and_the_metric_counts_it() -> Non
     assert [fleet.count_unlike(role) for role in Role] == [int(role is Role.DECODE) for role in Role]
 
 
-def test_a_prompt_is_computed_by_who_has_the_bits_of_its_decode_worker_however_busy() -> None:
+def test_a_prompt_is_computed_by_who_has_the_bits_of_its_decode_worker_until_too_much_waits_there() -> None:
     fleet = idle_fleet("d1")
     like = fleet.entries()[0].member
     for name, bits in (("p1", A), ("p2", B), ("p3", "")):
@@ -114,6 +116,30 @@ def test_a_prompt_is_computed_by_who_has_the_bits_of_its_decode_worker_however_b
     told = fleet.prefill_for("d1")
     assert told is not None
     assert told[-1] == "p2"
+    p1.pending_tokens = UNLIKE_TOKENS - 1
+    assert asked(A) == ["p3", "p1", "p2"]
+    p1.pending_tokens = UNLIKE_TOKENS + 1
+    assert asked(A) == ["p3", "p2", "p1"], "else a roll-out would have all prompts wait for the last old one"
+
+
+def test_a_stream_does_not_wait_for_a_worker_of_its_bits_while_there_is_one_of_others_where_nobody_waits() -> None:
+    fleet = idle_fleet("d1", "d2")
+    d1, d2 = fleet.entries()
+    for entry, bits in ((d1, A), (d2, B)):
+        entry.member, entry.pending = replace(entry.member, bits=bits), 5 if entry is d1 else 0
+
+    def waits(entry: Entry, waiting: int) -> None:
+        entry.member = replace(entry.member, load=replace(entry.member.load, waiting=waiting))
+
+    assert fleet.choose(None, NOW_S, bits=A) is d1
+    waits(d1, 1)
+    assert fleet.choose(None, NOW_S, bits=A) is d2
+    waits(d2, 9)
+    assert fleet.choose(None, NOW_S, bits=A) is d1, "it has to wait anywhere"
+    waits(d1, 99)
+    assert fleet.choose(None, NOW_S, bits=A) is d1
+    waits(d1, 0)
+    assert fleet.choose(None, NOW_S) is d2, "one that has not begun: the less busy one, as ever"
 
 
 @pytest.mark.parametrize("is_untouched", [True, False])
