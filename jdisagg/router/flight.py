@@ -17,6 +17,14 @@ from jdisagg.router.setbacks import Setbacks
 _NOTHING = (None, None, None, None)
 
 
+@dataclasses.dataclass(slots=True)
+class _Recoveries:
+    """Steps taken to survive failures, by rung."""
+
+    earlier: tuple[str, ...] = ()  # in the attempts before this one
+    latest: tuple[str, ...] = ()  # in this one, as its worker told last
+
+
 class Flight:
     """What was asked, what was delivered, where it runs. `events` holds what the current attempt brought."""
 
@@ -34,8 +42,7 @@ class Flight:
         self.finished = False
         self.enough = False  # its client has all that it wanted, before a worker said that it is finished
         self._delivered: list[int] = []
-        self._recoveries: tuple[str, ...] = ()  # of all attempts so far
-        self._earlier: tuple[str, ...] = ()  # of the attempts before this one
+        self._recoveries = _Recoveries()
         self._sent_prompt_logprobs = False
 
     @property
@@ -88,8 +95,7 @@ class Flight:
         self.attempt += 1
         if self.is_untouched:
             self.fingerprint, self.bits = None, ""
-        self._recoveries = (*self._recoveries, "replay")
-        self._earlier = self._recoveries
+        self._recoveries = _Recoveries(earlier=(*self._recoveries.earlier, *self._recoveries.latest, "replay"))
         self.events.clear()
 
     def doubt(self, output: Output) -> str:
@@ -152,8 +158,8 @@ class Flight:
 
     def _provenance(self, output: Output) -> Provenance | None:
         provenance = output.provenance
-        if provenance is None and (output.finish is None or not self._earlier):
+        if provenance is None and (output.finish is None or not self._recoveries.earlier):
             return None
         provenance = provenance or Provenance()
-        self._recoveries = self._earlier + provenance.recoveries
-        return dataclasses.replace(provenance, recoveries=self._recoveries)
+        self._recoveries.latest = provenance.recoveries
+        return dataclasses.replace(provenance, recoveries=self._recoveries.earlier + provenance.recoveries)

@@ -111,9 +111,7 @@ def build_core(
     )
     warmed = warm_up(runner)
     log.info("%s: %d executables compiled and run in %.1f s", role.value, len(warmed), monotonic() - loaded_s)
-    bits = compute_bits(runner) if runner.shape.exact else ""
-    if bits:
-        log.info("%s: exact: computes bits %s (jax %s)", role.value, bits, jax.__version__)
+    bits = _bits(runner, role)
     host_tokens = config.scheduler.host_kv_bytes // loaded.spec.kv_spec(loaded.kv_dtype).bytes_per_token
     cost = measure_retraction_cost(runner) if host_tokens else None
     if cost is not None:
@@ -149,3 +147,11 @@ def build_core(
         bits=bits,
         grammars=grammars,
     )
+
+
+def _bits(runner: ModelRunner, role: Role) -> str:
+    if not runner.shape.exact:
+        return ""
+    bits = compute_bits(runner)
+    log.info("%s: exact: computes bits %s (jax %s)", role.value, bits, jax.__version__)
+    return bits

@@ -120,11 +120,11 @@ def test_a_port_that_is_still_tried_is_said_and_shown(
             address = await p.start()
             assert await hand_off(d, address, H1) == ("grpc",)
             assert peer_log(caplog, address) == [("INFO", ": KV comes over grpc; tcp is still being tried")]
-            assert d.client.snapshot() == {address: {"backends": ["grpc"], "why_not": ""}}
+            assert d.client.snapshot() == {address: {"backends": ["grpc"], "why_not": "", "bits": ""}}
             answers.set()
             await asyncio.sleep(0.1)  # a few turns of the loop are enough
             assert await hand_off(d, address, H2) == ("tcp", "grpc")
-            assert d.client.snapshot() == {address: {"backends": ["tcp", "grpc"], "why_not": ""}}
+            assert d.client.snapshot() == {address: {"backends": ["tcp", "grpc"], "why_not": "", "bits": ""}}
         await d.client.aclose()
         await p.server.stop(0)
 
