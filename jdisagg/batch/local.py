@@ -41,11 +41,10 @@ async def open_local(config: Config, timeout: httpx.Timeout) -> AsyncIterator[ht
     watchdog = Watchdog(list(deployment.engines), config.device.step_timeout_s)
     watchdog.start()
     try:
-        with searched_as_before():
-            for engine in deployment.engines:
-                await asyncio.to_thread(self_test, engine)
-            deployment.compiles_are_over()
-            keep_what_is_there()
+        for engine in deployment.engines:
+            await asyncio.to_thread(self_test, engine)
+        deployment.compiles_are_over()
+        with searched_seldom():
             async with client_of(_application(config, deployment, text, metrics, timeout), timeout) as client:
                 yield client
     finally:
@@ -55,10 +54,11 @@ async def open_local(config: Config, timeout: httpx.Timeout) -> AsyncIterator[ht
 
 
 @contextmanager
-def searched_as_before() -> Iterator[None]:
-    """When it ends the process, which is whoever's, is searched for garbage as it was before `keep_what_is_there`. Engines
-    that are still there have no worse of it than longer searches."""
+def searched_seldom() -> Iterator[None]:
+    """The process, which is whoever's, is searched for garbage as a worker is, and afterwards as it was before. Engines that
+    are still there have no worse of it than longer searches."""
     thresholds = gc.get_threshold()
+    keep_what_is_there()
     try:
         yield
     finally:

@@ -209,7 +209,11 @@ class FleetMetrics:
         self.states = new.counts(
             "worker_states", "Workers that have registered, by what this router makes of them.", "role", "state"
         )
-        self.unlike = new.gauge("workers_unlike", "Those whose bits, in exact, are not those of most of their weights.", "role")
+        self.unlike = new.counts(
+            "workers_unlike",
+            "Workers that have registered whose bits, in exact, are not those of most of their weights.",
+            "role",
+        )
         self.lost = new.counter(
             "workers_lost", "Workers that were connected, or prefill, and went without saying so.", "reason"
         )

@@ -86,8 +86,13 @@ class PeerChoice:
         down = tuple(peer for peer in everyone if self._peers.is_down(peer))
         gone = self._unheard_of(named, known) if may_be_old else set[str]()
         there = (peer for peer in everyone if peer not in down)
-        # one of another kind is idle, and so is one that only we cannot reach: both come first in a list by load
-        return tuple(sorted(there, key=lambda peer: (self._peers.is_doubtful(peer), peer in gone, num_ahead(peer)))), down
+
+        def rank(peer: str) -> tuple[bool, bool, int, bool]:
+            # one of another kind is idle, and so is one that only we cannot reach: both come first in a list by load
+            is_unlike = peer not in first and self._peers.is_unlike(peer)
+            return self._peers.is_doubtful(peer), peer in gone, num_ahead(peer), is_unlike
+
+        return tuple(sorted(there, key=rank)), down
 
     def _unheard_of(self, named: tuple[str, ...], known: tuple[str, ...]) -> set[str]:
         """Of `named`, whom no router tells of any more, and who has not answered us: after a roll, addresses of nobody."""

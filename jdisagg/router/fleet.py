@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from weakref import WeakValueDictionary
 
-from jdisagg.core.bits import UNLIKE_TOKENS, are_unlike
+from jdisagg.core.bits import UNLIKE_REQUESTS, UNLIKE_TOKENS, are_unlike
 from jdisagg.core.errors import AddressTaken
 from jdisagg.core.fleet import MAX_PREFILL_PEERS, SUSPECT_S, Load, Member, Report, Standing, State
 from jdisagg.core.requests import Role
@@ -106,9 +106,11 @@ class Fleet:
     def waits(self, entry: Entry, silent_s: float, now_s: float) -> bool:
         """Whether a worker whose Run stream is silent for so long is not taken for dead."""
         partners = Partners(self.members())
-        return self._silence.waits(
-            *(entry, self._entries.values(), silent_s, now_s), gets_none=lambda other: _is_idle(other, partners)
-        )
+
+        def gets_none(other: Entry) -> bool:
+            return _is_idle(other, partners)
+
+        return self._silence.waits(entry, self._entries.values(), silent_s, now_s, gets_none=gets_none)
 
     def forgive(self, late_s: float, now_s: float) -> None:
         """This process slept `late_s` longer than it meant to: that is not the workers' silence. Who was heard meanwhile was
@@ -155,10 +157,10 @@ class Fleet:
         partners, entries = Partners(self.members()), self._entries.values()
         return Counter((entry.member.role, standing_among(entry, partners, now_s).state) for entry in entries)
 
-    def count_unlike(self, role: Role) -> int:
-        """Workers of a role that compute other bits than most of their weights."""
+    def count_unlike(self) -> Counter[Role]:
+        """How many workers of each role compute other bits than most of their weights."""
         usual = Usual(self.members())
-        return sum(usual.lacks(entry.member) for entry in self._entries.values() if entry.member.role is role)
+        return Counter(member.role for member in self.members() if usual.lacks(member))
 
     def standings(self, now_s: float) -> list[tuple[Member, Standing]]:
         """Everybody, and what is made of each, for operators."""
@@ -186,10 +188,10 @@ class Fleet:
     ) -> Entry | None:
         """The worker for the next request of that fingerprint (None = any) and of `num_tokens`, its output included, with a
         prefill worker for `prefill_tokens` if it needs one; addresses in `but_not` only as a last resort, and one that holds
-        `wanted_tokens` before others, then of a stream with `bits` ("" = any do) one where nobody waits, and one that computes
-        them, the one at `home`, one that reaches prefill workers of its weights, the one that had most of the prompt (`near`)
-        of those that are not much busier than the least busy one, and then less busy ones. Of equally busy ones all requests
-        with the same `kin` get the same, whoever else comes and goes. `by_grammar`: the request has a grammar."""
+        `wanted_tokens` before others, then the one at `home`, one that reaches prefill workers of its weights, the one that had
+        most of the prompt (`near`) of those that are not much busier than the least busy one, and then less busy ones, as if
+        those that do not compute `bits` ("" = any do) had UNLIKE_REQUESTS more. Of equally busy ones all requests with the same
+        `kin` get the same, whoever else comes and goes. `by_grammar`: the request has a grammar."""
         there = self._usable(fingerprint, num_tokens, prefill_tokens, by_grammar=by_grammar).entries
         if not there:
             return None
@@ -201,15 +203,18 @@ class Fleet:
             lonely = entry.member.alone or unpaired
             is_short = entry.member.card.max_model_len < wanted_tokens
             doubtful = address in but_not, entry.is_quiet, entry.suspect_until_s > now_s
-            goes_on = bool(bits) and entry.member.load.waiting > 0, are_unlike(bits, entry.member.bits)
-            return (*doubtful, is_short, *goes_on, address != home, lonely)
+            return (*doubtful, is_short, address != home, lonely)
+
+        def busyness(entry: Entry) -> tuple[float, int]:
+            busy, pending = entry.busy()
+            return busy + UNLIKE_REQUESTS * are_unlike(bits, entry.member.bits), pending
 
         best = min(standing(entry) for entry in there)
         equals = [entry for entry in there if standing(entry) == best]
-        least = min(entry.busy() for entry in equals)[0]
+        least = min(map(busyness, equals))[0]
 
         def rank(entry: Entry) -> tuple[object, ...]:
-            busy, pending = entry.busy()
+            busy, pending = busyness(entry)
             cached = near.decodes.get(entry.key, 0)
             if busy > least * NEAR_SHARE + min(NEAR_MOST, NEAR_LEAST + cached / NEAR_TOKENS):
                 cached = 0
@@ -239,8 +244,8 @@ class Fleet:
     ) -> list[Entry]:
         """Prefill workers of that fingerprint that hold `num_tokens`, and serve grammars where it is `by_grammar`: first who
         has fewest tokens to compute until such a request is done, without what is cached, of it (`near`) and of those before
-        it, and UNLIKE_TOKENS more where it does not compute `bits` ("" = any do); of equals the same for all requests of one
-        `kin`."""
+        it; as if one that does not compute `bits` ("" = any do) had none of it cached and UNLIKE_TOKENS more to compute. Of
+        equals the same for all requests of one `kin`."""
         peers = [
             peer
             for peer in self._prefill_of(fingerprint, bits, near, lambda peer: lot_of(peer, kin))
@@ -272,8 +277,9 @@ class Fleet:
 
         def rank(peer: Entry) -> tuple[object, ...]:
             num_waiting = peer.pending_tokens - peer.pending_cached + peer.others_tokens
-            to_compute = num_waiting - worth * near.prefills.get(peer.key, NOTHING_KEPT).num_tokens
-            return to_compute + UNLIKE_TOKENS * are_unlike(bits, peer.member.bits), peer.pending, lot(peer)
+            cached = near.prefills.get(peer.key, NOTHING_KEPT).num_tokens
+            saved = -UNLIKE_TOKENS if are_unlike(bits, peer.member.bits) else worth * cached
+            return num_waiting - saved, peer.pending, lot(peer)
 
         return sorted(peers, key=rank)
 

@@ -77,8 +77,8 @@ class FleetEngine:
         for role in Role:
             metrics.fleet.workers.labels(role=role.value).set_function(partial(self.workers.fleet.count, role))
             metrics.fleet.draining.labels(role=role.value).set_function(partial(self.workers.fleet.count_draining, role))
-            metrics.fleet.unlike.labels(role=role.value).set_function(partial(self.workers.fleet.count_unlike, role))
         metrics.fleet.states.set_function(self._count_states)
+        metrics.fleet.unlike.set_function(self._count_unlike)
         for state in ("running", "waiting"):
             metrics.requests.live.labels(state=state).set_function(partial(self._count, running=state == "running"))
         self._card: ModelCard | None = None  # the last one that workers showed
@@ -180,6 +180,10 @@ class FleetEngine:
         """By role and state, also those that nobody is in."""
         counts = self.workers.fleet.count_states(monotonic())
         return {(role.value, state.value): counts[role, state] for role in Role for state in State}
+
+    def _count_unlike(self) -> dict[tuple[str, ...], int]:
+        counts = self.workers.fleet.count_unlike()
+        return {(role.value,): counts[role] for role in Role}
 
     async def debug_state(self) -> dict[str, Any]:
         """Members and flights."""

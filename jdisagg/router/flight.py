@@ -37,7 +37,7 @@ class Flight:
         self.prefill: Booking | None = None  # on the P named first, until the first token
         self.unproven: Booking | None = None  # the same, until it is known which worker computed the prompt
         self.fingerprint: str | None = None
-        self.bits = ""  # that its worker computes, with `exact` numerics
+        self.bits = ""  # that it began with, with `exact` numerics; "" = any will do
         self.setbacks = Setbacks()
         self.finished = False
         self.enough = False  # its client has all that it wanted, before a worker said that it is finished

@@ -36,7 +36,7 @@ def standings_of(entries: Iterable[Entry], now_s: float) -> list[tuple[Member, S
             key = (member.role, member.card.fingerprint)
             said[key] = said.get(key) or partners.why([member])
             standing = replace(standing, why=said[key])
-        elif standing.state is State.SERVING and usual.lacks(member):
+        elif not standing.why and usual.lacks(member):
             standing = replace(standing, why=usual.why(member))
         found.append((member, standing))
     return found

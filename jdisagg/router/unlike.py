@@ -22,20 +22,20 @@ THEN = (
 
 
 class Usual:
-    """The bits that most workers of each fingerprint compute, of those that tried as many tokens; of as many, those of the
-    first."""
+    """The bits that most workers of each fingerprint compute, of those that tried the same and do not drain; of as many, those
+    of the first."""
 
     def __init__(self, members: Iterable[Member]) -> None:
         counts: dict[tuple[str, str], Counter[str]] = {}
         for member in members:
-            if member.bits:
+            if member.bits and not member.draining:
                 counts.setdefault(_compared(member), Counter())[member.bits] += 1
         self._bits = {compared: of_them.most_common(1)[0] for compared, of_them in counts.items()}
 
     def lacks(self, member: Member) -> bool:
-        """Whether it computes others."""
+        """Whether it computes others, and does not drain."""
         usual, _ = self._bits.get(_compared(member), ("", 0))
-        return are_unlike(usual, member.bits)
+        return not member.draining and are_unlike(usual, member.bits)
 
     def differs(self, member: Member) -> str:
         """Of one that does, in words."""

@@ -80,6 +80,19 @@ def test_every_executable_lowers_and_stays_in_place() -> None:
     assert counts["all-reduce"] >= 2 * loaded.spec.num_layers
 
 
+def test_every_function_gives_over_what_its_signature_says_and_nothing_else() -> None:
+    loaded, mesh = load("float32", 1)
+    form = ModelForm(spec=loaded.spec, dtype="float32", kv_dtype="float32", layer_loop=LayerLoop.UNROLLED)
+    for numerics in Numerics:
+        config = replace(CONFIG, model=replace(CONFIG.model, numerics=numerics))
+        sizes = size_engine(loaded.spec, form.layout(mesh, 4), config, Role.UNIFIED, lambda: None)
+        engine = AbstractEngine(form=form, mesh=mesh, page_size=4, sizes=sizes)
+        for each in engine.executables():
+            held = engine.lower(each).args_info[0][: len(each.signature.takes)]
+            given = [{leaf.donated for leaf in jax.tree.leaves(part)} for part in held]
+            assert given == [{operand in each.signature.donates} for operand in each.signature.takes], each.name
+
+
 def test_a_deep_unrolled_model_is_extrapolated_and_says_so() -> None:
     loaded, mesh = load("float32", 2, num_hidden_layers=9)
     form = ModelForm(spec=loaded.spec, dtype="float32", kv_dtype="float32", layer_loop=LayerLoop.UNROLLED)

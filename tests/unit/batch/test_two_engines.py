@@ -7,8 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from jdisagg.batch.local import searched_as_before
-from jdisagg.serve.process import keep_what_is_there
+from jdisagg.batch.local import searched_seldom
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -16,8 +15,7 @@ def test_two_engines_leave_the_process_searched_as_it_was_whichever_ends_first(f
     thresholds, engines = gc.get_threshold(), (ExitStack(), ExitStack())
     try:
         for engine in engines:
-            engine.enter_context(searched_as_before())
-            keep_what_is_there()
+            engine.enter_context(searched_seldom())
         assert gc.get_threshold() != thresholds
         engines[first].close()
         engines[1 - first].close()

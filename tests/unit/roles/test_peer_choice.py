@@ -97,7 +97,9 @@ def test_who_computes_our_bits_is_asked_before_others_until_too_much_waits_there
     assert peers.of(asked(peers=())) == ("old", "new"), "as a router tells of them"
     peers.opened(HandoffId("a", 2), "old", 3)
     assert peers.of(asked(peers=())) == ("new", "old"), "one prompt more"
-    assert choice(unlike=("old",)).of(asked(peers=())) == ("new", "old"), "as --prefill has them"
+    long = replace(asked(peers=()), prompt_token_ids=tuple(range(UNLIKE_TOKENS + 1)))
+    for prompt in (asked(peers=()), long):
+        assert choice(unlike=("old",)).of(prompt) == ("new", "old"), "as --prefill has them"
     assert choice(heard=("p:1",), unlike=("p:1",)).of(asked(7, peers=("p:1",))) == ("p:1", "old", "new"), (
         "its router knows best"
     )

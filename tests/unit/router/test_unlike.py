@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.core.bits import UNLIKE_TOKENS
+from jdisagg.core.bits import UNLIKE_REQUESTS, UNLIKE_TOKENS
 from jdisagg.core.fleet import Member, Standing, State
 from jdisagg.core.requests import Output, Role
-from jdisagg.router.entry import Entry
 from jdisagg.router.fleet import Fleet
 from jdisagg.router.flight import Flight
-from jdisagg.router.prefixes import NOWHERE
+from jdisagg.router.prefixes import NOWHERE, Kept, Near
 from jdisagg.router.unlike import SETTLE_S, BitsWatch, Usual
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.rig import ask, assert_whole, collect, stop, tokens
@@ -22,7 +21,7 @@ from tests.unit.router.test_late_registrations import MEMBER
 from tests.unit.wire.rig import member, request, run_quiet, until
 
 NOW_S = 10.0
-A, B = "48-aaaa", "48-bbbb"
+A, B = "a48-aaaa", "a48-bbbb"
 
 
 def worker(number: int, bits: str, *, role: Role = Role.DECODE, weights: str = "weights") -> Member:
@@ -41,20 +40,20 @@ def test_the_bits_of_most_are_the_usual_ones_of_their_weights() -> None:
 
 
 def test_many_that_hold_less_and_tried_fewer_tokens_hide_nobody() -> None:
-    odd, like, short = worker(1, B), [worker(2, A), worker(3, A)], [worker(n, "15-cccc") for n in (4, 5, 6)]
+    odd, like, short = worker(1, B), [worker(2, A), worker(3, A)], [worker(n, "a15-cccc") for n in (4, 5, 6)]
     usual = Usual([odd, *like, *short])
     assert [usual.lacks(one) for one in (odd, *like, *short)] == [True, *[False] * 5]
 
 
 def test_those_that_compute_unlike_others_each_in_a_way_of_its_own_are_named_with_their_bits() -> None:
     watch, apart = BitsWatch(), [worker(n, bits, weights="others") for n, bits in ((7, A), (8, A), (9, B))]
-    members = [*[worker(n, A) for n in (1, 2, 3)], worker(4, B), worker(5, "48-cccc"), worker(6, B), *apart]
+    members = [*[worker(n, A) for n in (1, 2, 3)], worker(4, B), worker(5, "a48-cccc"), worker(6, B), *apart]
     assert watch.look(members, 0.0) is None
     said = watch.look(members, SETTLE_S)
     assert said is not None
     assert said.startswith(
         f"decode worker pid 4 @ h:4, decode worker pid 6 @ h:6: bits {B}, where 3 workers of its weights compute {A}; "
-        f"decode worker pid 5 @ h:5: bits 48-cccc, where 3 workers of its weights compute {A}; "
+        f"decode worker pid 5 @ h:5: bits a48-cccc, where 3 workers of its weights compute {A}; "
         f"decode worker pid 9 @ h:9: bits {B}, where 2 workers of its weights compute {A}: a stream that moves"
     )
 
@@ -93,7 +92,14 @@ def test_fleet_list_says_so_of_one_that_serves_and_the_metric_counts_it() -> Non
     assert found["h:1"] == found["h:2"] == Standing(State.SERVING, "", 0)
     assert found["h:3"].state is State.SERVING
     assert found["h:3"].why.startswith(f"bits {B}, where 2 workers of its weights compute {A}: a stream that moves")
-    assert [fleet.count_unlike(role) for role in Role] == [int(role is Role.DECODE) for role in Role]
+    assert fleet.count_unlike() == {Role.DECODE: 1}
+    odd = fleet.at("h:3")
+    assert odd is not None
+    odd.suspect_until_s = NOW_S + 1.0
+    assert [standing.why[:5] for _, standing in fleet.standings(NOW_S)] == ["", "", "bits "], "whatever else is the matter"
+    odd.member = replace(odd.member, draining=True)
+    assert not fleet.count_unlike(), "it is about to go"
+    assert [standing.why for _, standing in fleet.standings(NOW_S)] == [""] * 3
 
 
 def test_a_prompt_is_computed_by_who_has_the_bits_of_its_decode_worker_until_too_much_waits_there() -> None:
@@ -122,24 +128,53 @@ def test_a_prompt_is_computed_by_who_has_the_bits_of_its_decode_worker_until_too
     assert asked(A) == ["p3", "p2", "p1"], "else a roll-out would have all prompts wait for the last old one"
 
 
-def test_a_stream_does_not_wait_for_a_worker_of_its_bits_while_there_is_one_of_others_where_nobody_waits() -> None:
+def test_a_prompt_that_one_of_other_bits_has_cached_is_computed_anew_by_one_of_the_bits_wanted() -> None:
+    fleet = idle_fleet("d1")
+    like = fleet.entries()[0].member
+    for name, bits in (("p1", A), ("p2", B)):
+        fleet.register(replace(member(like, role=Role.PREFILL, address=name, epoch=name), bits=bits), NOW_S)
+    p2 = fleet.at("p2")
+    assert p2 is not None
+    near = Near(prefills={p2.key: Kept(9000)})
+
+    def first(bits: str) -> str:
+        return fleet.prefill_peers(like.card.fingerprint, 1, near, bits=bits)[0].member.address
+
+    assert [first(""), first(B), first(A)] == ["p2", "p2", "p1"]
+
+
+def test_a_stream_goes_on_at_a_worker_of_its_bits_until_that_is_much_busier() -> None:
     fleet = idle_fleet("d1", "d2")
     d1, d2 = fleet.entries()
     for entry, bits in ((d1, A), (d2, B)):
-        entry.member, entry.pending = replace(entry.member, bits=bits), 5 if entry is d1 else 0
-
-    def waits(entry: Entry, waiting: int) -> None:
-        entry.member = replace(entry.member, load=replace(entry.member.load, waiting=waiting))
-
+        entry.member = replace(entry.member, bits=bits)
+    d1.pending = UNLIKE_REQUESTS - 1
     assert fleet.choose(None, NOW_S, bits=A) is d1
-    waits(d1, 1)
-    assert fleet.choose(None, NOW_S, bits=A) is d2
-    waits(d2, 9)
-    assert fleet.choose(None, NOW_S, bits=A) is d1, "it has to wait anywhere"
-    waits(d1, 99)
-    assert fleet.choose(None, NOW_S, bits=A) is d1
-    waits(d1, 0)
     assert fleet.choose(None, NOW_S) is d2, "one that has not begun: the less busy one, as ever"
+    d1.pending = UNLIKE_REQUESTS + 1
+    assert fleet.choose(None, NOW_S, bits=A) is d2
+    d2.pending = 5
+    assert fleet.choose(None, NOW_S, bits=A) is d1
+    d1.member = replace(d1.member, load=replace(d1.member.load, waiting=3))
+    assert fleet.choose(None, NOW_S, bits=A) is d1, "whose prompt is computed elsewhere is no sign that there is no room"
+
+
+def test_the_streams_of_a_dead_worker_are_spread_over_those_of_their_bits_and_go_to_others_when_these_have_many_more() -> None:
+    fleet = idle_fleet("d1", "d2", "d3")
+    for entry, bits in zip(fleet.entries(), (A, A, B), strict=True):
+        entry.member = replace(entry.member, bits=bits)
+
+    def replayed(count: int) -> list[int]:
+        for _ in range(count):
+            entry = fleet.choose(None, NOW_S, bits=A)
+            assert entry is not None
+            entry.pending += 1
+        return [entry.pending for entry in fleet.entries()]
+
+    assert replayed(2 * UNLIKE_REQUESTS) == [UNLIKE_REQUESTS, UNLIKE_REQUESTS, 0]
+    more = replayed(60)
+    assert more[2] > 0
+    assert max(more) - min(more) <= UNLIKE_REQUESTS + 1
 
 
 @pytest.mark.parametrize("is_untouched", [True, False])
@@ -152,7 +187,7 @@ def test_a_replayed_stream_keeps_the_bits_that_it_began_with_and_one_that_has_no
     assert flight.bits == ("" if is_untouched else A)
 
 
-def test_a_stream_whose_worker_dies_goes_on_where_its_bits_are_computed_however_busy_that_worker_is() -> None:
+def test_a_stream_whose_worker_dies_goes_on_where_its_bits_are_computed_though_that_worker_is_busier() -> None:
     async def body() -> None:
         router = await Router().start()
         where = (router.address,)
@@ -167,10 +202,10 @@ def test_a_stream_whose_worker_dies_goes_on_where_its_bits_are_computed_however_
         await until(lambda: router.linked() == 3)
         like_entry = router.engine.workers.fleet.at(like.address)
         assert like_entry is not None
-        like_entry.pending += 50
+        like_entry.pending += UNLIKE_REQUESTS - 1
         await first.die()
         assert_whole(asked, await task)
-        like_entry.pending -= 50
+        like_entry.pending -= UNLIKE_REQUESTS - 1
         assert [len(worker.engine.seen) for worker in (like, odd)] == [1, 0]
         await stop(router, like, odd)
 

@@ -54,7 +54,7 @@ def busy(fleet: Fleet, entry: Entry, asked: dict[str, Any]) -> None:
     entry.pending = 20
 
 
-FLAWS = [tried, quiet, suspect, short, unlike, away, lonely, busy]  # the worst first
+FLAWS = [tried, quiet, suspect, short, away, lonely, busy, unlike]  # the worst first
 Flaw = Callable[[Fleet, Entry, dict[str, Any]], None]
 PAIRS = [(worse, better) for i, worse in enumerate(FLAWS) for better in FLAWS[i + 1 :]]
 
