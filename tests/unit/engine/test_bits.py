@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ from jdisagg.core.config import Numerics
 from jdisagg.engine.bits import compute_bits
 from jdisagg.engine.compiles import CompileCounter
 from jdisagg.engine.warmup import warm_up
+from jdisagg.sched.plan import PageTable
+from jdisagg.transfer.base import Piece
 from tests.unit.engine.support import Driver, make, prompt_of, tokens
 
 pytestmark = pytest.mark.timeout(240)  # whole steps are compiled
@@ -49,6 +52,22 @@ def test_one_bit_in_one_number_of_what_is_computed_shows(bits: str, part: str) -
     params = dict(runner.device._params)  # pyright: ignore[reportPrivateUsage]
     params[part] = jax.tree.map(_nudged, params[part])
     runner.device._params = params  # pyright: ignore[reportPrivateUsage]
+    assert compute_bits(runner) != bits
+
+
+def test_one_number_of_kv_alone_shows(bits: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rounds apart in one layer may be rounded away behind it, for this prompt."""
+    runner = make(numerics=Numerics.EXACT)
+    export = runner.export_tokens
+
+    def exported(page_table: PageTable, begin: int, end: int) -> Piece:
+        piece = export(page_table, begin, end)
+        data = np.array(piece.data)
+        if begin <= 40 < end:
+            data[1, 40 - begin, 1, 3] = np.nextafter(data[1, 40 - begin, 1, 3], np.float32(9))
+        return replace(piece, data=jax.device_put(data, piece.data.sharding))
+
+    monkeypatch.setattr(runner, "export_tokens", exported)
     assert compute_bits(runner) != bits
 
 

@@ -15,7 +15,7 @@ from jdisagg.router.flight import Flight
 from jdisagg.router.prefixes import NOWHERE, Kept, Near
 from jdisagg.router.unlike import SETTLE_S, BitsWatch, Usual
 from tests.unit.router.fakes import FakeWorker, Router
-from tests.unit.router.rig import ask, assert_whole, collect, stop, tokens
+from tests.unit.router.rig import ask, assert_whole, collect, fleet, stop, tokens
 from tests.unit.router.test_idle_fleet import idle_fleet
 from tests.unit.router.test_late_registrations import MEMBER
 from tests.unit.wire.rig import member, request, run_quiet, until
@@ -37,6 +37,12 @@ def test_the_bits_of_most_are_the_usual_ones_of_their_weights() -> None:
     assert [usual.lacks(one) for one in (odd, *others, unsaid, apart)] == [True, False, False, False, False]
     assert usual.differs(odd) == f"bits {B}, where 2 workers of its weights compute {A}"
     assert Usual([odd, others[0]]).lacks(others[0]), "of as many the first ones"
+
+
+def test_those_that_drain_are_neither_counted_nor_unlike() -> None:
+    old, new = [replace(worker(n, A), draining=True) for n in (1, 2)], [worker(3, B), worker(4, B)]
+    assert not any(map(Usual([*old, *new]).lacks, (*old, *new)))
+    assert not any(map(Usual([*old, new[0]]).lacks, (*old, new[0]))), "though these are more"
 
 
 def test_many_that_hold_less_and_tried_fewer_tokens_hide_nobody() -> None:
@@ -185,6 +191,24 @@ def test_a_replayed_stream_keeps_the_bits_that_it_began_with_and_one_that_has_no
         flight._delivered.append(7)  # pyright: ignore[reportPrivateUsage]
     flight.replay()
     assert flight.bits == ("" if is_untouched else A)
+
+
+def test_a_request_names_prefill_workers_of_the_bits_of_its_decode_worker_first() -> None:
+    async def body() -> None:
+        router = await Router().start()
+        where = (router.address,)
+        ps = {bits: FakeWorker(where, Role.PREFILL, bits=bits) for bits in (A, B)}
+        for number, bits in enumerate((A, B)):
+            decode = FakeWorker(where, bits=bits)
+            await fleet(*(ps.values() if bits == A else ()), decode, router=router)
+            await until(lambda: len(router.engine.workers.members()) == 3)
+            assert_whole(asked := ask(f"r{number}"), await collect(router, asked))
+            assert decode.engine.seen[0].prefill_peers == (ps[bits].address, ps[A if bits == B else B].address)
+            await decode.die()
+            await until(lambda: len(router.engine.workers.members()) == 2)
+        await stop(router, *ps.values())
+
+    run_quiet(body())
 
 
 def test_a_stream_whose_worker_dies_goes_on_where_its_bits_are_computed_though_that_worker_is_busier() -> None:
