@@ -27,14 +27,15 @@ from jdisagg.api.turns import Turns
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.drill import Drill
 from jdisagg.core.errors import DeadlineExceeded, HandoffLost, InvalidRequest, Overloaded, RequestError, Unavailable
-from jdisagg.core.fleet import ModelCard, State
+from jdisagg.core.fleet import ModelCard
 from jdisagg.core.metrics import Metrics
-from jdisagg.core.requests import EngineRequest, Output, Role
+from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.roles.timeline import Timeline
 from jdisagg.router.blame import Lost
 from jdisagg.router.drill import with_late_outputs
 from jdisagg.router.entrance import Entrance
 from jdisagg.router.entry import Entry
+from jdisagg.router.fleet_gauges import show_fleet
 from jdisagg.router.flight import Flight
 from jdisagg.router.placement import Placement
 from jdisagg.router.recovery import ReplayConfig, Replays
@@ -74,11 +75,7 @@ class FleetEngine:
             entrance=entrance,
         )
         self._metrics = metrics
-        for role in Role:
-            metrics.fleet.workers.labels(role=role.value).set_function(partial(self.workers.fleet.count, role))
-            metrics.fleet.draining.labels(role=role.value).set_function(partial(self.workers.fleet.count_draining, role))
-        metrics.fleet.states.set_function(self._count_states)
-        metrics.fleet.unlike.set_function(self._count_unlike)
+        show_fleet(self.workers.fleet, metrics.fleet)
         for state in ("running", "waiting"):
             metrics.requests.live.labels(state=state).set_function(partial(self._count, running=state == "running"))
         self._card: ModelCard | None = None  # the last one that workers showed
@@ -175,15 +172,6 @@ class FleetEngine:
     def _count(self, *, running: bool) -> int:
         """Requests that a worker has, or those that wait for one."""
         return sum((flight.entry is not None) == running for flight in self._flights.values())
-
-    def _count_states(self) -> dict[tuple[str, ...], int]:
-        """By role and state, also those that nobody is in."""
-        counts = self.workers.fleet.count_states(monotonic())
-        return {(role.value, state.value): counts[role, state] for role in Role for state in State}
-
-    def _count_unlike(self) -> dict[tuple[str, ...], int]:
-        counts = self.workers.fleet.count_unlike()
-        return {(role.value,): counts[role] for role in Role}
 
     async def debug_state(self) -> dict[str, Any]:
         """Members and flights."""

@@ -11,7 +11,7 @@ import pytest
 
 from jdisagg.core.fleet import SUSPECT_S, Member, Standing, State
 from jdisagg.core.requests import Role
-from jdisagg.router import fleet_engine
+from jdisagg.router import fleet_gauges
 from jdisagg.router.entry import Entry, RunStream
 from jdisagg.router.fleet import Fleet
 from jdisagg.router.standings import NO_PARTNER
@@ -133,7 +133,7 @@ def test_a_scrape_finds_each_worker_in_one_state_whenever_that_changes(monkeypat
         (entry,) = fleet.entries()
         for num_looks in range(len(Role) * len(State)):
             entry.suspect_until_s = now_s + num_looks + 0.5
-            monkeypatch.setattr(fleet_engine, "monotonic", count(now_s).__next__)
+            monkeypatch.setattr(fleet_gauges, "monotonic", count(now_s).__next__)
             shown = re.findall(r"jdisagg_worker_states\{.*\} (\S+)", router.metrics.text())
             monkeypatch.undo()
             assert (len(shown), sum(map(float, shown))) == (len(Role) * len(State), 1)
