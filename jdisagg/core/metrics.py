@@ -211,7 +211,7 @@ class FleetMetrics:
         )
         self.unlike = new.counts(
             "workers_unlike",
-            "Workers that have registered whose bits, in exact, are not those of most of their weights.",
+            "Registered workers, not draining, whose bits in exact are not those of most of their weights.",
             "role",
         )
         self.lost = new.counter(

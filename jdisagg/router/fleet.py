@@ -190,8 +190,8 @@ class Fleet:
         prefill worker for `prefill_tokens` if it needs one; addresses in `but_not` only as a last resort, and one that holds
         `wanted_tokens` before others, then the one at `home`, one that reaches prefill workers of its weights, the one that had
         most of the prompt (`near`) of those that are not much busier than the least busy one, and then less busy ones, as if
-        those that do not compute `bits` ("" = any do) had UNLIKE_REQUESTS more. Of equally busy ones all requests with the same
-        `kin` get the same, whoever else comes and goes. `by_grammar`: the request has a grammar."""
+        those that do not compute `bits` ("" = any do) had UNLIKE_REQUESTS more and nothing of the prompt. Of equally busy ones
+        all requests with the same `kin` get the same, whoever else comes and goes. `by_grammar`: the request has a grammar."""
         there = self._usable(fingerprint, num_tokens, prefill_tokens, by_grammar=by_grammar).entries
         if not there:
             return None
@@ -215,7 +215,7 @@ class Fleet:
 
         def rank(entry: Entry) -> tuple[object, ...]:
             busy, pending = busyness(entry)
-            cached = near.decodes.get(entry.key, 0)
+            cached = 0 if are_unlike(bits, entry.member.bits) else near.decodes.get(entry.key, 0)
             if busy > least * NEAR_SHARE + min(NEAR_MOST, NEAR_LEAST + cached / NEAR_TOKENS):
                 cached = 0
             return -cached, busy, pending, lot_of(entry, kin)

@@ -149,6 +149,16 @@ def test_a_prompt_that_one_of_other_bits_has_cached_is_computed_anew_by_one_of_t
     assert [first(""), first(B), first(A)] == ["p2", "p2", "p1"]
 
 
+def test_a_stream_does_not_follow_its_prompt_to_a_worker_of_other_bits() -> None:
+    fleet = idle_fleet("d1", "d2")
+    d1, d2 = fleet.entries()
+    for entry, bits in ((d1, A), (d2, B)):
+        entry.member, entry.pending = replace(entry.member, bits=bits), 100  # of so many, 16 more are not much
+    near = Near(decodes={d2.key: 9000})
+    assert fleet.choose(None, NOW_S, near=near) is d2
+    assert fleet.choose(None, NOW_S, near=near, bits=A) is d1
+
+
 def test_a_stream_goes_on_at_a_worker_of_its_bits_until_that_is_much_busier() -> None:
     fleet = idle_fleet("d1", "d2")
     d1, d2 = fleet.entries()
