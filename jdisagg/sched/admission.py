@@ -137,6 +137,13 @@ class Admission:
             self._table.stats.prefix_query_tokens += num_prompt
             self._table.stats.prefix_hit_tokens += min(num_found, num_prompt)
 
+    def fetch(self, sequence: Sequence, held_limit: int) -> None:
+        """A sequence that waits to be computed has KV come from a peer before that: WAITING -> PREALLOC."""
+        assert not sequence.wait.host_tokens, f"{sequence.request_id} has KV in host memory"
+        self._table.move(sequence, Status.PREALLOC)
+        sequence.wait.is_remote = True
+        self.pin_prefix(sequence, held_limit)
+
     def pin_prefix(self, sequence: Sequence, held_limit: int | None) -> None:
         """Pin what is found, but no page that others were promised, which would cost a running sequence its own, and never so
         much that a waiting sequence could not fit beside all pins: they would deadlock."""

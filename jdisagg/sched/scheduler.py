@@ -22,7 +22,6 @@ from jdisagg.sched.intake import Limits, check_config
 from jdisagg.sched.pages import PageBook
 from jdisagg.sched.plan import PageTable, Plan, Sampled, StepResult
 from jdisagg.sched.planner import Planner
-from jdisagg.sched.remotes import Remotes
 from jdisagg.sched.rows import RowPlanner
 from jdisagg.sched.slots import Slots
 from jdisagg.sched.snapshot import snapshot
@@ -81,7 +80,6 @@ class Scheduler:
         starter = Starter(self._table, self._admission, self._rows, config, eos_token_ids)
         self._planner = Planner(self._table, self._rows, starter, config, self._limits)
         self._committer = Committer(self._table, role, eos_token_ids)
-        self._remotes = Remotes(self._table, self._admission, self._committer)
         self._steps = StepsInFlight()
         self._arrivals = Arrivals(self._table, self._admission, self._committer, config, self._limits)
 
@@ -108,7 +106,8 @@ class Scheduler:
 
     def awaits_peer(self, request_id: str) -> bool:
         """Whether to ask a peer for it now: it was not over when it came, and gets no KV from another choice of its group."""
-        return self._remotes.awaits_peer(request_id)
+        sequence = self._table.live.get(request_id)
+        return sequence is not None and sequence.status is not Status.FORKING
 
     def held_tokens(self, request_id: str) -> int:
         """Leading tokens whose KV is here: pinned ones of a remote sequence, computed ones of any other, and for one that
@@ -122,7 +121,8 @@ class Scheduler:
 
     def peer_ready(self, request_id: str, is_ready: bool = True) -> None:
         """Whether the peer of a remote sequence has begun with it: only then may pages be reserved here."""
-        self._remotes.peer_ready(request_id, is_ready)
+        if sequence := self._table.live.get(request_id):
+            sequence.wait.is_open = is_ready
 
     def cancel(self, request_id: str) -> bool:
         """Free everything the request holds, in any state, at once; no output follows. False when it is unknown."""
@@ -140,13 +140,7 @@ class Scheduler:
     def park(self, request_ids: tuple[str, ...]) -> str | None:
         """P: of these, the computed prompt whose turn comes last gives its pages to those that wait, until `unpark`. Returns
         its id, None when none of them has pages and its token."""
-        published, named = self._table.queues[Status.PUBLISHING], frozenset(request_ids)
-        parkable = [s for s in published if s.request_id in named and not s.told.is_final]
-        if not parkable:
-            return None
-        last = max(parkable, key=lambda s: s.order)
-        self._table.park(last)
-        return last.request_id
+        return self._table.park(frozenset(request_ids))
 
     def unpark(self, request_id: str) -> None:
         """P: the parked request waits again, at its place by arrival, and nobody passes it; its token is sampled again."""
@@ -187,11 +181,13 @@ class Scheduler:
 
     def take_reserved(self) -> list[Reserved]:
         """Remote sequences that got pages since the last call and still have them."""
-        return self._remotes.take_reserved()
+        return self._table.take_reserved()
 
     def take_retracted(self) -> list[EngineRequest]:
-        """Sequences in PREALLOC that lost their KV since the last call: open their hand-off again, then ask for more."""
-        return self._remotes.take_retracted()
+        """Sequences in PREALLOC that lost their KV since the last call: open their hand-off again, then ask for more. A pin
+        that blocks everybody is lifted first."""
+        self._admission.lift_pin()
+        return self._table.take_retracted()
 
     def page_table(self, request_id: str) -> PageTable:
         """Pages of a live request, per KV group, in token order."""
@@ -199,22 +195,33 @@ class Scheduler:
 
     def remote_first_token(self, request_id: str, first: Output, now_s: float) -> Output:
         """The peer sampled the first token: returns the client's output. With `finish` set the request is over and freed."""
-        return self._remotes.first_token(request_id, first)
+        sequence = self._table.live[request_id]
+        assert sequence.status in (Status.PREALLOC, Status.TRANSFER), (
+            f"first token for {request_id} while {sequence.status.value}"
+        )
+        return self._committer.take_first(sequence, first)
 
     def kv_arrived(self, request_id: str, now_s: float) -> None:
         """All KV is in the pages (scattered, or dispatched to be): TRANSFER -> READY. The first token must be known."""
-        self._remotes.kv_arrived(request_id)
+        self._table.kv_arrived(self._table.live[request_id])
 
     def compute_locally(self, request_id: str, held_tokens: int = 0) -> bool:
         """Give up on the peer: the sequence waits, at its place by arrival, to be prefilled here. Tokens it has stay. KV of its
         first `held_tokens` tokens has arrived: with prefix caching its full pages need not be computed, if they are still
         there when its turn comes. True when the request goes on without its peer, False when it is unknown or finished."""
-        return self._remotes.compute_locally(request_id, held_tokens)
+        sequence = self._table.live.get(request_id)
+        if sequence is None or sequence.status is Status.PUBLISHING:
+            return False
+        if sequence.status in (Status.PREALLOC, Status.TRANSFER):
+            self._table.compute_here(sequence, held_tokens)
+        return True
 
     def fetch_first(self, request_id: str, held_limit: int) -> None:
         """The other way: a sequence that waits to be computed here has KV come from a peer, which has begun, before that. It
         keeps its place; what of its first `held_limit` tokens is found here is pinned. Ignored in any other state."""
-        self._remotes.fetch_first(request_id, held_limit)
+        sequence = self._table.live.get(request_id)
+        if sequence is not None and sequence.status is Status.WAITING:
+            self._admission.fetch(sequence, held_limit)
 
     # --- views and upkeep
 

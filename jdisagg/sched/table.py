@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jdisagg.core.requests import EngineRequest
 from jdisagg.sched.forks import ForkGroups
 from jdisagg.sched.host_memory import HostMemory
 from jdisagg.sched.pages import PageBook
@@ -12,7 +13,7 @@ from jdisagg.sched.queue import SequenceQueue
 from jdisagg.sched.sequence import Sequence
 from jdisagg.sched.slots import Slots
 from jdisagg.sched.states import LIVE, Status, check_transition
-from jdisagg.sched.views import Preempted
+from jdisagg.sched.views import Preempted, Reserved
 
 
 @dataclass(slots=True)
@@ -97,13 +98,28 @@ class SequenceTable:
             self.move(sequence, Status.WAITING)
         return copy
 
-    def park(self, sequence: Sequence) -> None:
-        """P: a computed prompt gives its pages to those that wait. It is computed again after `unpark`."""
+    def park(self, request_ids: frozenset[str]) -> str | None:
+        """P: of these, the computed prompt whose turn comes last gives its pages to those that wait, to be computed again
+        later. Returns its id."""
+        published = self.queues[Status.PUBLISHING]
+        parkable = [s for s in published if s.request_id in request_ids and not s.told.is_final]
+        if not parkable:
+            return None
+        last = parkable[-1]
         self.stats.preemptions += 1
-        sequence.generated[:] = sequence.request.generated_token_ids
-        sequence.wait.was_preempted = True
-        self._strip(sequence)
-        self.move(sequence, Status.PARKED)
+        last.generated[:] = last.request.generated_token_ids
+        last.wait.was_preempted = True
+        self._strip(last)
+        self.move(last, Status.PARKED)
+        return last.request_id
+
+    def kv_arrived(self, sequence: Sequence) -> None:
+        """All KV of a remote sequence is in its pages: TRANSFER -> READY."""
+        request_id = sequence.request_id
+        assert sequence.num_known > sequence.target, f"KV of {request_id} is complete before its first token is known"
+        self.move(sequence, Status.READY)
+        sequence.num_computed = sequence.num_scheduled = sequence.target
+        self.pages.publish(sequence)
 
     def compute_here(self, sequence: Sequence, held_tokens: int) -> None:
         """A remote sequence (PREALLOC or TRANSFER) will be prefilled by this worker; what has arrived is left to be found."""
@@ -119,6 +135,20 @@ class SequenceTable:
         """A remote sequence that waits for its peer gives up what was found for it, and asks anew for all of its KV."""
         self._strip(sequence)
         self._ask_anew(sequence)
+
+    def take_reserved(self) -> list[Reserved]:
+        """Empties the list of remote sequences that got pages; who lost them since is left out."""
+        taken, self.reserved = self.reserved, []
+        return [
+            Reserved(s.request_id, (tuple(s.holding.pages),), s.holding.held_tokens, s.target)
+            for s in taken
+            if s.status is Status.TRANSFER
+        ]
+
+    def take_retracted(self) -> list[EngineRequest]:
+        """Empties the list of those whose hand-off has to be opened again; who needs none any more is left out."""
+        taken, self.retracted = self.retracted, []
+        return [s.resumed_request() for s in taken if s.status is Status.PREALLOC]
 
     def vacate(self, sequence: Sequence) -> None:
         """Give its slot back, when it has one."""
