@@ -11,11 +11,11 @@ class RetractionCost:
 
     copy_s_per_token: float = 0.0  # one way
     recompute_s_per_token: float = 0.0
-    fixed_copy_s: float = 0.0  # of one round trip, however short
 
-    def prefers_copy(self, num_tokens: int) -> bool:
+    @property
+    def prefers_copy(self) -> bool:
         """The round trip is not slower than recomputation."""
-        return self.fixed_copy_s + 2 * num_tokens * self.copy_s_per_token <= num_tokens * self.recompute_s_per_token
+        return 2 * self.copy_s_per_token <= self.recompute_s_per_token
 
 
 class HostMemory:
@@ -35,7 +35,7 @@ class HostMemory:
 
     def keep(self, request_id: str, num_tokens: int) -> bool:
         """Set room aside for a copy; False when it is not worth it or does not fit, and nothing changes."""
-        if not 0 < num_tokens <= self.capacity_tokens - self._used or not self._cost.prefers_copy(num_tokens):
+        if not 0 < num_tokens <= self.capacity_tokens - self._used or not self._cost.prefers_copy:
             return False
         assert request_id not in self._tokens, f"{request_id} has a host copy already"
         self._tokens[request_id] = num_tokens

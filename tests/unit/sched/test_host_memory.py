@@ -47,8 +47,7 @@ def test_two_copies_under_one_name_are_a_bug() -> None:
 
 
 def test_a_copy_has_to_be_worth_its_way_out_and_back() -> None:
-    cost = RetractionCost(copy_s_per_token=1.0, recompute_s_per_token=4.0, fixed_copy_s=6.0)
-    assert not cost.prefers_copy(2)
-    assert cost.prefers_copy(3)  # 6 + 2 * 3 = 3 * 4: no slower
-    host = HostMemory(100, cost)
-    assert (host.keep("short", 2), host.keep("long", 4), host.used_tokens) == (False, True, 4)
+    slow = HostMemory(100, RetractionCost(copy_s_per_token=2.1, recompute_s_per_token=4.0))
+    assert (slow.keep("a", 2), slow.used_tokens) == (False, 0)
+    fast = HostMemory(100, RetractionCost(copy_s_per_token=2.0, recompute_s_per_token=4.0))  # no slower
+    assert (fast.keep("a", 2), fast.used_tokens) == (True, 2)
