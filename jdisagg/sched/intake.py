@@ -83,17 +83,16 @@ def check_request(request: EngineRequest, limits: Limits) -> None:
         )
     _check_for_device(request, limits)
     if limits.role is Role.PREFILL:
-        num_known = request.num_tokens
-        _check_total(num_known, limits.max_model_len, "this worker's context length is", request, spare=num_known)
-        _check_total(num_known, limits.pool_tokens, "this worker's KV pool holds", request, spare=num_known)
-        if limits.read_tokens:
-            _check_total(num_known, limits.read_tokens, "one step of this worker reads", request, spare=num_known)
-        return
-    _check_total(num_prompt + max_tokens, limits.max_model_len, "the model's context length is", request, spare=num_prompt)
-    num_kv = num_prompt + max(0, max_tokens - 1) + limits.num_lookahead  # the last token's KV is never written
-    _check_total(num_kv, limits.pool_tokens, "this worker's KV pool holds", request, spare=num_prompt)
+        total = num_kv = spare = request.num_tokens
+        context = "this worker's context length is"
+    else:
+        total, spare = num_prompt + max_tokens, num_prompt
+        num_kv = num_prompt + max(0, max_tokens - 1) + limits.num_lookahead  # the last token's KV is never written
+        context = "the model's context length is"
+    _check_total(total, limits.max_model_len, context, request, spare)
+    _check_total(num_kv, limits.pool_tokens, "this worker's KV pool holds", request, spare)
     if limits.read_tokens:
-        _check_total(num_kv, limits.read_tokens, "one step of this worker reads", request, spare=num_prompt)
+        _check_total(num_kv, limits.read_tokens, "one step of this worker reads", request, spare)
 
 
 def _check_for_device(request: EngineRequest, limits: Limits) -> None:
