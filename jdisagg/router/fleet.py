@@ -28,7 +28,7 @@ from jdisagg.router.prefixes import NOTHING_KEPT, NOWHERE, Near
 from jdisagg.router.silence import Silence
 from jdisagg.router.standings import standing_among, standings_of
 from jdisagg.router.unlike import Usual
-from jdisagg.router.usable import Usable, usable
+from jdisagg.router.usable import ANY_REQUEST, Needs, Usable, usable
 from jdisagg.router.worker_cache import Key, WorkerCache
 
 NEAR_SHARE = 1.25  # of the least busy one's requests, that one which may have cached a part of the prompt may have, and besides
@@ -175,27 +175,25 @@ class Fleet:
         self,
         fingerprint: str | None,
         now_s: float,
+        needs: Needs = ANY_REQUEST,
         *,
-        num_tokens: int = 0,
-        prefill_tokens: int = 0,
         wanted_tokens: int = 0,
         but_not: frozenset[str] = frozenset(),
         home: str = "",
         bits: str = "",
         near: Near = NOWHERE,
         kin: bytes = b"",
-        by_grammar: bool = False,
     ) -> Entry | None:
-        """The worker for the next request of that fingerprint (None = any) and of `num_tokens`, its output included, with a
-        prefill worker for `prefill_tokens` if it needs one; addresses in `but_not` only as a last resort, and one that holds
-        `wanted_tokens` before others, then the one at `home`, one that reaches prefill workers of its weights, the one that had
-        most of the prompt (`near`) of those that are not much busier than the least busy one, and then less busy ones, as if
-        those that do not compute `bits` ("" = any do) had UNLIKE_REQUESTS more and nothing of the prompt. Of equally busy ones
-        all requests with the same `kin` get the same, whoever else comes and goes. `by_grammar`: the request has a grammar."""
-        there = self._usable(fingerprint, num_tokens, prefill_tokens, by_grammar=by_grammar).entries
+        """The worker for the next request of that fingerprint (None = any): of those that are `usable`, addresses in `but_not`
+        only as a last resort, and one that holds `wanted_tokens` before others, then the one at `home`, one that reaches
+        prefill workers of its weights, the one that had most of the prompt (`near`) of those that are not much busier than the
+        least busy one, and then less busy ones, as if those that do not compute `bits` ("" = any do) had UNLIKE_REQUESTS more
+        and nothing of the prompt. Of equally busy ones all requests with the same `kin` get the same, whoever else comes and
+        goes."""
+        there = self.usable(fingerprint, needs).entries
         if not there:
             return None
-        prefilled = {peer.member.card.fingerprint for peer in self._prefill(by_grammar=by_grammar)}
+        prefilled = {peer.member.card.fingerprint for peer in self._prefill(by_grammar=needs.by_grammar)}
 
         def standing(entry: Entry) -> tuple[bool, ...]:
             address = entry.member.address
@@ -222,34 +220,25 @@ class Fleet:
 
         return min(equals, key=rank)
 
-    def lacks(self, fingerprint: str | None, num_tokens: int = 0, prefill_tokens: int = 0, *, by_grammar: bool = False) -> str:
-        """What there is none of, where `choose` finds nobody of that fingerprint (None = any) for so many tokens; else ""."""
-        return self._usable(fingerprint, num_tokens, prefill_tokens, by_grammar=by_grammar).lacks
-
-    def count_usable(self, fingerprint: str | None, num_tokens: int, prefill_tokens: int, *, by_grammar: bool = False) -> int:
-        """How many `choose` chooses from."""
-        return len(self._usable(fingerprint, num_tokens, prefill_tokens, by_grammar=by_grammar).entries)
-
-    def _usable(self, fingerprint: str | None, num_tokens: int, prefill_tokens: int, *, by_grammar: bool) -> Usable:
+    def usable(self, fingerprint: str | None, needs: Needs = ANY_REQUEST) -> Usable:
+        """Whom `choose` chooses from, of that fingerprint (None = any), or what there is none of."""
         of_it = [entry for entry in self._entries.values() if fingerprint in (None, entry.member.card.fingerprint)]
-        return usable(of_it, self._prefill(by_grammar=by_grammar), num_tokens, prefill_tokens, by_grammar=by_grammar)
+        return usable(of_it, self._prefill(by_grammar=needs.by_grammar), needs)
 
     def _prefill(self, *, by_grammar: bool = False) -> list[Entry]:
         """Prefill workers that take requests; `by_grammar`: those that have one."""
         there = [entry for entry in self._entries.values() if entry.member.role is Role.PREFILL and not entry.member.draining]
         return [entry for entry in there if entry.member.grammars] if by_grammar else there
 
-    def prefill_peers(
-        self, fingerprint: str, num_tokens: int, near: Near, kin: bytes = b"", *, bits: str = "", by_grammar: bool = False
-    ) -> list[Entry]:
-        """Prefill workers of that fingerprint that hold `num_tokens`, and serve grammars where it is `by_grammar`: first who
-        has fewest tokens to compute until such a request is done, without what is cached, of it (`near`) and of those before
-        it; as if one that does not compute `bits` ("" = any do) had none of it cached and UNLIKE_TOKENS more to compute. Of
-        equals the same for all requests of one `kin`."""
+    def prefill_peers(self, fingerprint: str, needs: Needs, near: Near, kin: bytes = b"", *, bits: str = "") -> list[Entry]:
+        """Prefill workers of that fingerprint that can compute the prompt: first who has fewest tokens to compute until such a
+        request is done, without what is cached, of it (`near`) and of those before it; as if one that does not compute `bits`
+        ("" = any do) had none of it cached and UNLIKE_TOKENS more to compute. Of equals the same for all requests of one
+        `kin`."""
         peers = [
             peer
             for peer in self._prefill_of(fingerprint, bits, near, lambda peer: lot_of(peer, kin))
-            if num_tokens <= peer.member.card.max_model_len and (peer.member.grammars or not by_grammar)
+            if needs.prefill_tokens <= peer.member.card.max_model_len and (peer.member.grammars or not needs.by_grammar)
         ]
         return peers[:MAX_PREFILL_PEERS]
 

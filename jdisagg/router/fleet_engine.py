@@ -161,8 +161,8 @@ class FleetEngine:
         """Ready while some worker can take a request."""
         if self._draining:
             return Health(healthy=True, ready=False, reason="draining")
-        if self.workers.fleet.choose(None, monotonic()) is None:
-            return Health(healthy=True, ready=False, reason=self._with_turned_away(self.workers.fleet.lacks(None)))
+        if lacks := self.workers.fleet.usable(None).lacks:
+            return Health(healthy=True, ready=False, reason=self._with_turned_away(lacks))
         return Health(healthy=True, ready=True)
 
     def _with_turned_away(self, reason: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from typing import TypedDict
 
 from jdisagg.core.requests import FinishReason, Output, Provenance, Role
 from jdisagg.router.booking import Booking, book
@@ -12,6 +11,7 @@ from jdisagg.router.entry import Entry
 from jdisagg.router.flight import Flight
 from jdisagg.router.homes import Homes
 from jdisagg.router.prefixes import LastBeginnings, Near, Prefixes
+from jdisagg.router.usable import Needs
 from jdisagg.router.workers import Workers
 
 KIN_TOKENS = 32  # of a prompt too short to be remembered
@@ -50,7 +50,7 @@ class Placement:
         entry = self._fleet.choose(
             self.weights(flight),
             now_s,
-            **_needs(flight),
+            _needs(flight),
             wanted_tokens=flight.most_tokens,
             but_not=tried,
             home=home,
@@ -60,7 +60,7 @@ class Placement:
         )
         if entry is None:
             return False
-        num_asked = self._fleet.count_usable(self._next_weights(flight), **_needs(flight))
+        num_asked = len(self._fleet.usable(self._next_weights(flight), _needs(flight)).entries)
         self._homes.settle(flight.request.fork_group, entry.member.address, entry.member.card.fingerprint)
         self._submit(flight, entry, near, kin, num_asked)
         self._prefixes.note(flight.beginnings, entry.key, flight.prefill.cache if flight.prefill else None)
@@ -72,12 +72,12 @@ class Placement:
 
     def lacks(self, flight: Flight) -> str:
         """What there is none of that the attempt needs."""
-        return self._fleet.lacks(self.weights(flight), **_needs(flight))
+        return self._fleet.usable(self.weights(flight), _needs(flight)).lacks
 
     def is_tried_everywhere(self, flight: Flight, now_s: float) -> bool:
         """Nobody is left in this round of attempts."""
         fingerprint, tried = self._next_weights(flight), flight.setbacks.tried
-        best = self._fleet.choose(fingerprint, now_s, **_needs(flight), but_not=tried)
+        best = self._fleet.choose(fingerprint, now_s, _needs(flight), but_not=tried)
         return best is None or best.member.address in tried
 
     def may_speak(self, flight: Flight, output: Output) -> bool:
@@ -116,9 +116,7 @@ class Placement:
         entry.pending += 1
         peers: list[Entry] = []
         if entry.member.role is Role.DECODE:
-            tokens, by_grammar = flight.prefill_tokens, flight.request.by_grammar
-            like = entry.member.bits
-            peers = self._fleet.prefill_peers(flight.fingerprint, tokens, near, kin, bits=like, by_grammar=by_grammar)
+            peers = self._fleet.prefill_peers(flight.fingerprint, _needs(flight), near, kin, bits=entry.member.bits)
             if peers:
                 flight.prefill = flight.unproven = book(peers[0], flight.prefill_tokens, near)
         named = tuple(peer.member.address for peer in peers)
@@ -161,16 +159,10 @@ class Placement:
             self._prefixes.note(flight.beginnings, flight.entry.key, booking.cache)
 
 
-class _Needs(TypedDict):
-    num_tokens: int
-    prefill_tokens: int
-    by_grammar: bool
-
-
-def _needs(flight: Flight) -> _Needs:
+def _needs(flight: Flight) -> Needs:
     """What a worker must be able to."""
-    tokens, prefill_tokens = flight.least_tokens, flight.prefill_tokens
-    return _Needs(num_tokens=tokens, prefill_tokens=prefill_tokens, by_grammar=flight.request.by_grammar)
+    by_grammar = flight.request.by_grammar
+    return Needs(num_tokens=flight.least_tokens, prefill_tokens=flight.prefill_tokens, by_grammar=by_grammar)
 
 
 def beginning(prompt_token_ids: tuple[int, ...]) -> bytes:

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from jdisagg.core.told import first_of
 from jdisagg.router.entry import Entry
 from jdisagg.router.partners import differing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """What a request wants of a worker."""
+
+    num_tokens: int = 0  # its context holds, output included
+    prefill_tokens: int = 0  # one of the prefill workers holds, where it computes no prompts itself
+    by_grammar: bool = False  # it has a grammar
+
+
+ANY_REQUEST = Needs()
 
 
 class Usable(NamedTuple):
@@ -17,20 +30,18 @@ class Usable(NamedTuple):
     lacks: str
 
 
-def usable(
-    entries: Sequence[Entry], prefill: Sequence[Entry], num_tokens: int, prefill_tokens: int, *, by_grammar: bool = False
-) -> Usable:
-    """Of `entries`, which have the weights that are asked for, the decode and unified workers that can take a request of
-    `num_tokens`, its output included, of which one of the `prefill` workers computes `prefill_tokens` if that is needed.
-    `by_grammar`: the request has one, and the `prefill` workers serve them."""
+def usable(entries: Sequence[Entry], prefill: Sequence[Entry], needs: Needs) -> Usable:
+    """Of `entries`, which have the weights that are asked for, the decode and unified workers that can take a request. All of
+    the `prefill` workers take it, if they hold it."""
     there = [entry for entry in entries if entry.member.decodes and entry.serves]
     if not there:
         return Usable([], _nobody(entries))
-    if by_grammar:
+    if needs.by_grammar:
         there, all_of_them = [entry for entry in there if entry.member.grammars], there
         if not there:
             return Usable([], f"no decode or unified worker that is connected serves grammars ({_named(all_of_them)})")
-    serves = ["serves grammars"] if by_grammar else []
+    serves = ["serves grammars"] if needs.by_grammar else []
+    num_tokens = needs.num_tokens
     holding = [entry for entry in there if num_tokens <= entry.member.card.max_model_len]
     if not holding:
         longest = max(entry.member.card.max_model_len for entry in there)
@@ -40,7 +51,7 @@ def usable(
     if not staying:
         which = serves if len(holding) == len(there) else [*serves, f"holds {num_tokens} tokens"]
         return Usable([], f"every decode or unified worker{_that(which)} is draining ({_named(holding)})")
-    return _with_prefill(staying, prefill, prefill_tokens, serves)
+    return _with_prefill(staying, prefill, needs.prefill_tokens, serves)
 
 
 def _with_prefill(staying: list[Entry], prefill: Sequence[Entry], prefill_tokens: int, serves: list[str]) -> Usable:

@@ -12,6 +12,7 @@ from jdisagg.router.entry import Entry
 from jdisagg.router.fleet import Fleet
 from jdisagg.router.placement import beginning
 from jdisagg.router.prefixes import Near
+from jdisagg.router.usable import ANY_REQUEST
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.rig import ask, collect, fleet, stop
 from tests.unit.router.test_idle_fleet import idle_fleet
@@ -113,7 +114,7 @@ def prefill_fleet() -> Fleet:
 
 
 def first_asked(fleet: Fleet, kin: bytes = b"") -> Entry:
-    return fleet.prefill_peers("f", 1, Near(), kin)[0]
+    return fleet.prefill_peers("f", ANY_REQUEST, Near(), kin)[0]
 
 
 def test_a_prefill_worker_with_one_long_prompt_is_busier_than_one_with_two_short_ones() -> None:
@@ -122,7 +123,7 @@ def test_a_prefill_worker_with_one_long_prompt_is_busier_than_one_with_two_short
     p1.pending, p1.pending_tokens = 2, 30
     p2.pending, p2.pending_tokens = 1, 31
     assert first_asked(fleet) is p1
-    assert [peer.member.address for peer in fleet.prefill_peers("f", 1, Near())] == ["p1", "p2", "p0"]
+    assert [peer.member.address for peer in fleet.prefill_peers("f", ANY_REQUEST, Near())] == ["p1", "p2", "p0"]
 
 
 def test_prompts_of_other_routers_count_beside_ours_and_ours_once() -> None:
@@ -132,7 +133,7 @@ def test_prompts_of_other_routers_count_beside_ours_and_ours_once() -> None:
         fleet.heartbeat(peer.member.address, "new", Report(Load(pending_prefill_tokens=told)), 10.0)
     for peer in (p0, p1, p2):
         peer.pending_tokens = 0
-    assert [(peer.member.address, peer.others_tokens) for peer in fleet.prefill_peers("f", 1, Near())] == [
+    assert [(peer.member.address, peer.others_tokens) for peer in fleet.prefill_peers("f", ANY_REQUEST, Near())] == [
         ("p0", 0),
         ("p2", 50),
         ("p1", 70),

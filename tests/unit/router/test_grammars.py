@@ -13,6 +13,7 @@ from jdisagg.core.requests import EngineRequest, Grammar, GrammarKind, Role, Sam
 from jdisagg.router.fleet import Fleet
 from jdisagg.router.prefixes import NOWHERE, Near
 from jdisagg.router.recovery import ReplayConfig
+from jdisagg.router.usable import ANY_REQUEST, Needs
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.rig import assert_whole, collect, fleet, stop
 from tests.unit.wire.rig import member, request, run_quiet, until
@@ -38,26 +39,28 @@ def of(**members: dict[str, Any]) -> Fleet:
     return found
 
 
-def chosen(found: Fleet, **asked: Any) -> str | None:
-    entry = found.choose(None, NOW_S, **asked)
+def chosen(found: Fleet, needs: Needs = ANY_REQUEST, **asked: Any) -> str | None:
+    entry = found.choose(None, NOW_S, needs, **asked)
     return None if entry is None else entry.member.address
 
 
+BY_GRAMMAR = Needs(by_grammar=True)
 WITH, WITHOUT = {"grammars": True}, {"grammars": False}
 DRAINING, NEEDS, P = {"draining": True}, {"needs_prefill": True}, {"role": Role.PREFILL}
 
 
 def test_a_worker_is_chosen_that_serves_grammars_and_others_have_the_other_requests() -> None:
     found = of(plain=WITHOUT, able=WITH)
-    assert chosen(found, by_grammar=True) == "able"
+    assert chosen(found, BY_GRAMMAR) == "able"
     able = found.entries()[1]
     able.pending = 1000
-    assert chosen(found, by_grammar=True) == "able"
+    assert chosen(found, BY_GRAMMAR) == "able"
     assert chosen(found) == "plain"
-    assert chosen(found, by_grammar=True, home="plain", but_not=frozenset({"able"})) == "able"
-    assert chosen(found, by_grammar=True, near=Near(decodes={found.entries()[0].key: 10_000}, prefills={}, news=b"")) == "able"
-    assert (found.count_usable(None, 1, 1), found.count_usable(None, 1, 1, by_grammar=True)) == (2, 1)
-    assert (found.lacks(None), found.lacks(None, by_grammar=True)) == ("", "")
+    assert chosen(found, BY_GRAMMAR, home="plain", but_not=frozenset({"able"})) == "able"
+    assert chosen(found, BY_GRAMMAR, near=Near(decodes={found.entries()[0].key: 10_000}, prefills={}, news=b"")) == "able"
+    plain, grammars = found.usable(None), found.usable(None, BY_GRAMMAR)
+    assert (len(plain.entries), len(grammars.entries)) == (2, 1)
+    assert (plain.lacks, grammars.lacks) == ("", "")
 
 
 LACKS = [
@@ -97,15 +100,15 @@ LACKS = [
 
 @pytest.mark.parametrize(("members", "lacks"), LACKS)
 def test_what_there_is_none_of_is_said_as_it_is(members: dict[str, dict[str, Any]], lacks: str) -> None:
-    found, asked = of(**members), {"num_tokens": 60, "prefill_tokens": 10, "by_grammar": True}
-    assert found.lacks(None, **asked) == lacks
-    assert (chosen(found, **asked) is None) == bool(lacks)
-    assert (found.count_usable(None, **asked) == 0) == bool(lacks)
+    found, needs = of(**members), Needs(num_tokens=60, prefill_tokens=10, by_grammar=True)
+    assert found.usable(None, needs).lacks == lacks
+    assert (chosen(found, needs) is None) == bool(lacks)
+    assert (not found.usable(None, needs).entries) == bool(lacks)
 
 
 def test_without_a_grammar_nothing_is_said_of_them() -> None:
     for members in ({"a": WITHOUT | NEEDS}, {"a": WITHOUT | DRAINING}, {"a": WITHOUT | {"max_model_len": 5}}):
-        lacks = of(**members).lacks(None, 60, 10)
+        lacks = of(**members).usable(None, Needs(num_tokens=60, prefill_tokens=10)).lacks
         assert lacks
         assert "grammar" not in lacks
 
@@ -120,16 +123,17 @@ def test_weights_whose_prefill_workers_serve_grammars_come_before_those_whose_do
     d1, d2 = (entry for entry in found.entries() if entry.member.decodes)
     for busier, other in ((d1, d2), (d2, d1)):
         busier.pending, other.pending = 5, 0
-        assert chosen(found, by_grammar=True) == "d2"
+        assert chosen(found, BY_GRAMMAR) == "d2"
         assert chosen(found) == other.member.address
 
 
 def test_prefill_workers_are_named_that_serve_grammars_and_as_many_as_else() -> None:
     plain = {f"p{number}": WITHOUT | P for number in range(10)}
     found = of(**plain, able=WITH | P, short=WITH | P | {"max_model_len": 5})
-    assert [peer.member.address for peer in found.prefill_peers("f", 10, NOWHERE, by_grammar=True)] == ["able"]
-    assert len(found.prefill_peers("f", 10, NOWHERE)) > 1
-    assert found.prefill_peers("other", 10, NOWHERE, by_grammar=True) == []
+    needs = Needs(prefill_tokens=10, by_grammar=True)
+    assert [peer.member.address for peer in found.prefill_peers("f", needs, NOWHERE)] == ["able"]
+    assert len(found.prefill_peers("f", Needs(prefill_tokens=10), NOWHERE)) > 1
+    assert found.prefill_peers("other", needs, NOWHERE) == []
 
 
 @pytest.mark.parametrize("grammars", [True, False])

@@ -13,6 +13,7 @@ from jdisagg.core.requests import Role
 from jdisagg.router.fleet import Fleet
 from jdisagg.router.prefixes import Near
 from jdisagg.router.recovery import ReplayConfig
+from jdisagg.router.usable import ANY_REQUEST
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.rig import ask, assert_whole, collect, fleet
 from tests.unit.router.test_late_registrations import MEMBER
@@ -92,4 +93,4 @@ def test_of_two_prefill_workers_the_one_with_fewer_tokens_to_compute_is_asked_fi
     for number, pending in enumerate((500, 20)):
         fleet.register(replace(MEMBER, address=f"h:{number}"), 10.0)
         fleet.heartbeat(f"h:{number}", "new", Report(Load(pending_prefill_tokens=pending)), 10.0 + number)
-    assert [peer.member.address for peer in fleet.prefill_peers("f", 1, Near())] == ["h:1", "h:0"]
+    assert [peer.member.address for peer in fleet.prefill_peers("f", ANY_REQUEST, Near())] == ["h:1", "h:0"]

@@ -15,6 +15,7 @@ from jdisagg.router import prefixes
 from jdisagg.router.entry import Entry
 from jdisagg.router.fleet import Fleet
 from jdisagg.router.prefixes import BLOCK_TOKENS, MOST_HOMES, NEAR_PART, Beginning, Kept, Near, Prefixes, beginnings_of
+from jdisagg.router.usable import ANY_REQUEST
 from jdisagg.router.worker_cache import WorkerCache
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.rig import collect, fleet, stop
@@ -193,11 +194,13 @@ def test_a_prefill_worker_may_have_as_many_tokens_more_to_compute_as_it_has_cach
     _, p1, p2 = (workers := prefill_fleet()).entries()
     near = Near({}, {p1.key: Kept(640), p2.key: Kept(64)})
     p1.pending_tokens = 575
-    assert workers.prefill_peers("f", 1, near)[0] is p1
+    assert workers.prefill_peers("f", ANY_REQUEST, near)[0] is p1
     p1.pending_tokens = 577
-    assert [peer.member.address for peer in workers.prefill_peers("f", 1, near)] == ["p2", "p1", "p0"]
+    assert [peer.member.address for peer in workers.prefill_peers("f", ANY_REQUEST, near)] == ["p2", "p1", "p0"]
     p1.pending_tokens, p1.pending_cached = 2000, 1500
-    assert workers.prefill_peers("f", 1, near)[0] is p1, "what it has cached of those that wait is not computed either"
+    assert workers.prefill_peers("f", ANY_REQUEST, near)[0] is p1, (
+        "what it has cached of those that wait is not computed either"
+    )
 
 
 def turn(chat: int, number: int) -> EngineRequest:

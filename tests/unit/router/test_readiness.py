@@ -88,10 +88,10 @@ def test_one_that_registers_and_is_not_ready_waits_for_its_first_good_heartbeat(
     (entry,) = found.entries()
     found.link(entry, 10.0)
     assert found.choose(None, 10.0) is None
-    assert WHY in found.lacks(None)
+    assert WHY in found.usable(None).lacks
     assert found.heartbeat(entry.member.address, entry.member.epoch, Report(Load()), 10.1)
     assert found.choose(None, 10.1) is entry
-    assert found.lacks(None) == ""
+    assert found.usable(None).lacks == ""
 
 
 @pytest.mark.parametrize("draining", [False, True])
@@ -103,7 +103,7 @@ def test_of_many_that_are_not_there_a_few_are_named(draining: bool) -> None:
         found.register(one, 10.0)
         found.link(found.entries()[-1], 10.0)
     named = "d0, d1, d2, d3, 296 more" if draining else f"d0: {WHY}; d1: {WHY}; d2: {WHY}; d3: {WHY}; 296 more"
-    assert found.lacks(None).endswith(f"({named})")
+    assert found.usable(None).lacks.endswith(f"({named})")
 
 
 def test_a_router_that_restarts_says_who_is_not_ready_as_soon_as_that_one_registers(caplog: pytest.LogCaptureFixture) -> None:
@@ -136,6 +136,6 @@ def test_what_is_more_useful_to_know_is_said_first() -> None:
     found.register(member(MEMBER, role=Role.DECODE, not_ready=WHY, needs_prefill=True), 10.0)
     (entry,) = found.entries()
     found.link(entry, 10.0)
-    assert found.lacks(None).startswith("no prefill worker that pairs with")
+    assert found.usable(None).lacks.startswith("no prefill worker that pairs with")
     found.heartbeat(entry.member.address, entry.member.epoch, Report(Load(), True, WHY), 10.1)
-    assert "is draining" in found.lacks(None)
+    assert "is draining" in found.usable(None).lacks

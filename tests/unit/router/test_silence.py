@@ -65,7 +65,7 @@ def test_all_that_fall_silent_at_once_are_waited_for_and_get_nothing_new() -> No
     assert fleet.waits(one, 1.0, 101.0)
     assert fleet.waits(two, 1.0, 101.0)
     assert fleet.choose(None, 101.0) is None
-    assert "is heard (d, d fell silent)" in fleet.lacks(None)
+    assert "is heard (d, d fell silent)" in fleet.usable(None).lacks
     assert fleet.count(Role.DECODE) == 0
     assert fleet.waits(one, 9.9, 109.9)
     assert not fleet.waits(one, 10.0, 110.0), "its worker has forgotten our requests"

@@ -14,6 +14,7 @@ from jdisagg.router.fleet import Fleet
 from jdisagg.router.flight import Flight
 from jdisagg.router.prefixes import NOWHERE, Kept, Near
 from jdisagg.router.unlike import SETTLE_S, BitsWatch, Usual
+from jdisagg.router.usable import ANY_REQUEST
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.rig import ask, assert_whole, collect, fleet, stop, tokens
 from tests.unit.router.test_idle_fleet import idle_fleet
@@ -118,7 +119,7 @@ def test_a_prompt_is_computed_by_who_has_the_bits_of_its_decode_worker_until_too
     p1.pending_tokens = 1000
 
     def asked(bits: str) -> list[str]:
-        return [peer.member.address for peer in fleet.prefill_peers(like.card.fingerprint, 1, NOWHERE, bits=bits)]
+        return [peer.member.address for peer in fleet.prefill_peers(like.card.fingerprint, ANY_REQUEST, NOWHERE, bits=bits)]
 
     assert asked(A)[-1] == "p2"
     assert asked(B)[-1] == "p1"
@@ -144,7 +145,7 @@ def test_a_prompt_that_one_of_other_bits_has_cached_is_computed_anew_by_one_of_t
     near = Near(prefills={p2.key: Kept(9000)})
 
     def first(bits: str) -> str:
-        return fleet.prefill_peers(like.card.fingerprint, 1, near, bits=bits)[0].member.address
+        return fleet.prefill_peers(like.card.fingerprint, ANY_REQUEST, near, bits=bits)[0].member.address
 
     assert [first(""), first(B), first(A)] == ["p2", "p2", "p1"]
 

@@ -13,6 +13,7 @@ from jdisagg.core.requests import Role
 from jdisagg.router.entry import Entry
 from jdisagg.router.fleet import Fleet
 from jdisagg.router.prefixes import NOWHERE, Near
+from jdisagg.router.usable import Needs
 from tests.unit.router.test_idle_fleet import idle_fleet
 from tests.unit.wire.rig import member
 
@@ -131,22 +132,23 @@ def test_who_cannot_take_a_request_is_never_asked_however_idle(why: str) -> None
             "prefills": {"role": Role.PREFILL},
         }
         d1.member = member(d1.member, **changes[why])
-    assert fleet.choose("weights", NOW_S, num_tokens=10) is d2
-    assert fleet.count_usable("weights", 10, 0) == 1
-    assert fleet.lacks("weights", 10) == ""
+    ten = Needs(num_tokens=10)
+    assert fleet.choose("weights", NOW_S, ten) is d2
+    assert fleet.usable("weights", ten) == ([d2], "")
     fleet.remove(d2)
-    assert fleet.choose("weights", NOW_S, num_tokens=10) is None
-    assert fleet.count_usable("weights", 10, 0) == 0
-    assert fleet.lacks("weights", 10) != ""
+    assert fleet.choose("weights", NOW_S, ten) is None
+    found = fleet.usable("weights", ten)
+    assert found.entries == []
+    assert found.lacks != ""
 
 
 def test_a_worker_that_just_holds_the_whole_request_is_not_too_short_for_it() -> None:
     fleet = idle_fleet("d1", "d2")
     d1, d2 = fleet.entries()
     d1.member, d2.pending = member(d1.member, max_model_len=500), 1
-    assert fleet.choose(None, NOW_S, num_tokens=500, wanted_tokens=500) is d1
-    assert fleet.choose(None, NOW_S, num_tokens=500, wanted_tokens=501) is d2
-    assert fleet.choose(None, NOW_S, num_tokens=501) is d2
+    assert fleet.choose(None, NOW_S, Needs(num_tokens=500), wanted_tokens=500) is d1
+    assert fleet.choose(None, NOW_S, Needs(num_tokens=500), wanted_tokens=501) is d2
+    assert fleet.choose(None, NOW_S, Needs(num_tokens=501)) is d2
 
 
 def test_of_equally_many_requests_the_worker_with_the_emptier_pool_is_asked() -> None:
@@ -176,12 +178,14 @@ def test_a_decode_worker_is_told_of_so_many_prefill_workers_that_hold_the_prompt
         peer = replace(d1, role=Role.PREFILL, address=f"p{number}", worker=f"p{number}", epoch=f"p{number}")
         changes = [{"draining": True}, {"max_model_len": 9}, {"fingerprint": "other"}]
         fleet.register(member(peer, **(changes[number] if number < 3 else {})), NOW_S)
-    named = {peer.member.address for peer in fleet.prefill_peers("weights", 10, NOWHERE)}
-    assert named == {f"p{number}" for number in range(3, MAX_PREFILL_PEERS + 3)}
-    assert len(fleet.prefill_peers("weights", 9, NOWHERE)) == MAX_PREFILL_PEERS
-    assert len(fleet.prefill_peers("weights", d1.card.max_model_len, NOWHERE)) == MAX_PREFILL_PEERS
-    assert fleet.prefill_peers("weights", d1.card.max_model_len + 1, NOWHERE) == []
-    assert fleet.prefill_peers("lonely", 10, NOWHERE) == []
+
+    def named(num_tokens: int, weights: str = "weights") -> list[str]:
+        peers = fleet.prefill_peers(weights, Needs(prefill_tokens=num_tokens), NOWHERE)
+        return [peer.member.address for peer in peers]
+
+    assert set(named(10)) == {f"p{number}" for number in range(3, MAX_PREFILL_PEERS + 3)}
+    assert len(named(9)) == len(named(d1.card.max_model_len)) == MAX_PREFILL_PEERS
+    assert named(d1.card.max_model_len + 1) == named(10, "lonely") == []
     named_worker = fleet.prefill_named("p4")
     assert named_worker is not None
     assert named_worker.member.address == "p4"

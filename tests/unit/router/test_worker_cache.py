@@ -12,6 +12,7 @@ from jdisagg.router.booking import Booking
 from jdisagg.router.entry import Entry
 from jdisagg.router.flight import Flight
 from jdisagg.router.prefixes import Kept, Near, Prefixes, beginnings_of
+from jdisagg.router.usable import ANY_REQUEST
 from jdisagg.router.worker_cache import LOST_WEIGHT, PAGE_TOKENS, WorkerCache
 from tests.unit.router.test_busy_workers import prefill_fleet
 from tests.unit.router.test_shared_beginnings import Desk, desk, document, question
@@ -114,14 +115,14 @@ def test_a_prompt_is_computed_by_a_second_worker_later_the_more_workers_are_busy
     p0, p1, p2 = (fleet := prefill_fleet()).entries()
     near = Near({}, {p0.key: Kept(1000)})
     p0.pending, p0.pending_tokens = 1, 1020
-    assert fleet.prefill_peers("f", 1, near)[0] is p0, "20 tokens more, of 1000: one of three is busy"
+    assert fleet.prefill_peers("f", ANY_REQUEST, near)[0] is p0, "20 tokens more, of 1000: one of three is busy"
     p0.pending_tokens = 1030
-    assert fleet.prefill_peers("f", 1, near)[0] is not p0
+    assert fleet.prefill_peers("f", ANY_REQUEST, near)[0] is not p0
     p1.pending, p2.others_tokens = 1, 1
     p0.pending_tokens, p1.pending_tokens = 1249, 1
-    assert fleet.prefill_peers("f", 1, near)[0] is p0, "all are busy"
+    assert fleet.prefill_peers("f", ANY_REQUEST, near)[0] is p0, "all are busy"
     p0.pending_tokens = 1252
-    assert fleet.prefill_peers("f", 1, near)[0] is not p0
+    assert fleet.prefill_peers("f", ANY_REQUEST, near)[0] is not p0
 
 
 def answer(at: Desk, num_computed: int, **fields: Any) -> None:
