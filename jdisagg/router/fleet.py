@@ -106,11 +106,8 @@ class Fleet:
     def waits(self, entry: Entry, silent_s: float, now_s: float) -> bool:
         """Whether a worker whose Run stream is silent for so long is not taken for dead."""
         partners = Partners(self.members())
-
-        def gets_none(other: Entry) -> bool:
-            return _is_idle(other, partners)
-
-        return self._silence.waits(entry, self._entries.values(), silent_s, now_s, gets_none=gets_none)
+        heirs = [other for other in self._entries.values() if not (other.member.draining or _is_idle(other, partners))]
+        return self._silence.waits(entry, heirs, silent_s, now_s)
 
     def forgive(self, late_s: float, now_s: float) -> None:
         """This process slept `late_s` longer than it meant to: that is not the workers' silence. Who was heard meanwhile was

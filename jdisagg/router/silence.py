@@ -12,7 +12,7 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from jdisagg.api.pulse import QUIET_SHARE
 from jdisagg.router.entry import Entry
@@ -37,13 +37,11 @@ class Silence:
             stream.steady_s = max(stream.steady_s, now_s + (now_s - stream.quiet_s))
             stream.quiet_s, stream.is_awaited = None, False
 
-    def waits(
-        self, entry: Entry, everybody: Iterable[Entry], silent_s: float, now_s: float, *, gets_none: Callable[[Entry], bool]
-    ) -> bool:
-        """Whether one whose Run stream is silent for long enough to be dead is not taken for that. `gets_none`: whether a
-        worker gets no requests though it is heard."""
+    def waits(self, entry: Entry, heirs: Iterable[Entry], silent_s: float, now_s: float) -> bool:
+        """Whether one whose Run stream is silent for long enough to be dead is not taken for that. `heirs`: who gets requests,
+        where it is heard."""
         stream = entry.stream
-        if stream is None or silent_s >= self._longest_s or _has_heir(everybody, now_s, gets_none):
+        if stream is None or silent_s >= self._longest_s or any(_goes_on(other, now_s) for other in heirs):
             return False
         if now_s - entry.last_seen_s < QUIET_SHARE * self._dead_after_s and not stream.is_awaited:
             return False  # it sends heartbeats: the stream alone is broken
@@ -82,7 +80,6 @@ class Silence:
         return now_s - entry.last_seen_s <= self._dead_after_s
 
 
-def _has_heir(everybody: Iterable[Entry], now_s: float, gets_none: Callable[[Entry], bool]) -> bool:
-    """Whether somebody can go on with the requests of who is silent."""
-    heard = (other for other in everybody if other.stream is not None and not other.is_quiet and other.stream.steady_s <= now_s)
-    return any(not other.member.draining and not gets_none(other) for other in heard)
+def _goes_on(heir: Entry, now_s: float) -> bool:
+    """Whether it can go on with the requests of who is silent: its stream stands, and has stood for a while."""
+    return heir.stream is not None and not heir.is_quiet and heir.stream.steady_s <= now_s
