@@ -72,7 +72,7 @@ class FleetEngine:
             on_back=self._on_back,
             metrics=metrics.fleet,
             credentials=credentials,
-            entrance=entrance,
+            entrance=entrance or Entrance(),
         )
         self._metrics = metrics
         show_fleet(self.workers.fleet, metrics.fleet)

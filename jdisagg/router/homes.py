@@ -19,9 +19,6 @@ class Homes:
     def __init__(self) -> None:
         self._homes: dict[str, _Home] = {}
 
-    def __len__(self) -> int:
-        return len(self._homes)
-
     def enter(self, group: str) -> None:
         """A request of the group came."""
         if group:

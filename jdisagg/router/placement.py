@@ -28,10 +28,6 @@ class Placement:
         self._prefixes = Prefixes()
         self._beginnings = LastBeginnings()
 
-    def __len__(self) -> int:
-        """Groups of siblings that live."""
-        return len(self._homes)
-
     def begin(self, flight: Flight) -> None:
         """Before its first attempt; `end` must follow."""
         self._homes.enter(flight.request.fork_group)

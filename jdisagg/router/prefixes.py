@@ -63,12 +63,8 @@ _NOBODY = _Had()
 class Prefixes:
     """The last prompts and where they went."""
 
-    def __init__(self, most_beginnings: int = MOST_BEGINNINGS) -> None:
-        self._most_beginnings = most_beginnings
+    def __init__(self) -> None:
         self._had: OrderedDict[bytes, _Had] = OrderedDict()  # the latest last, of one prompt the shortest
-
-    def __len__(self) -> int:
-        return len(self._had)
 
     def find(self, beginnings: Sequence[Beginning]) -> Near:
         """`beginnings`: of the prompt, as `beginnings_of` gives them."""
@@ -97,7 +93,7 @@ class Prefixes:
             if known is not before:
                 before, after = known, _with(known, decode, prefill)
             self._had[digest] = after
-        while len(self._had) > self._most_beginnings:
+        while len(self._had) > MOST_BEGINNINGS:
             self._had.popitem(last=False)
 
     def forget(self, beginnings: Sequence[Beginning], prefill: WorkerCache, written: int, *, but: int) -> None:

@@ -17,7 +17,7 @@ from time import monotonic
 from typing import Any
 from uuid import uuid4
 
-from jdisagg.api.channels import INSECURE, Credentials
+from jdisagg.api.channels import Credentials
 from jdisagg.api.worker.client import CLOSED, SILENT, STALLED, WorkerLink
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
@@ -51,8 +51,8 @@ class Workers:
         on_lost: Callable[[Entry, str], None],
         on_back: Callable[[Entry], None],
         metrics: FleetMetrics,
-        credentials: Credentials = INSECURE,
-        entrance: Entrance | None = None,
+        credentials: Credentials,
+        entrance: Entrance,
     ) -> None:
         """`step_timeout_s`: an engine whose ticks stand still for this long while requests run is lost. `entrance`: who may
         register."""
@@ -61,7 +61,7 @@ class Workers:
         self._on_lost = on_lost
         self._on_back = on_back
         self._news = WorkerNews(metrics.lost)
-        self.entrance = entrance or Entrance()
+        self.entrance = entrance
         self._link_to = partial(
             WorkerLink,
             config=config,

@@ -100,17 +100,20 @@ def test_choices_of_one_prompt_are_hashed_once(monkeypatch: pytest.MonkeyPatch) 
     assert hashed == [(one, ""), (other, ""), (other, "salt"), (one, "")]
 
 
-def test_so_many_beginnings_are_remembered_and_the_oldest_are_forgotten_of_a_prompt_the_longest_first() -> None:
-    prefixes = Prefixes(most_beginnings=6)
+def test_so_many_beginnings_are_remembered_and_the_oldest_are_forgotten_of_a_prompt_the_longest_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("jdisagg.router.prefixes.MOST_BEGINNINGS", 6)
+    prefixes = Prefixes()
     chains = [beginnings_of([number] * 2 * BLOCK_TOKENS) for number in range(4)]
     for chain in chains[:3]:
         prefixes.note(chain, D1, None)
     prefixes.note(chains[0], D2, None)  # again: now the latest
     prefixes.note(chains[3][:1], D1, None)
-    assert len(prefixes) == 6
+    assert len(prefixes._had) == 6
     assert [prefixes.find(chain).decodes for chain in chains] == [{D2: 64, D1: 64}, {D1: 32}, {D1: 64}, {D1: 32}]
     prefixes.note([], D1, None)
-    assert len(prefixes) == 6, "a prompt shorter than a block"
+    assert len(prefixes._had) == 6, "a prompt shorter than a block"
 
 
 def test_a_common_beginning_is_known_of_everybody_who_had_it_lately() -> None:
