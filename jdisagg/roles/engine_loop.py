@@ -29,7 +29,7 @@ from jdisagg.roles.observer import TickObserver
 from jdisagg.roles.pipeline import StepPipeline
 from jdisagg.roles.ports import OutputSink
 from jdisagg.roles.stages import Stage, StageClock
-from jdisagg.roles.streams import Streams
+from jdisagg.roles.streams import Stream, Streams
 from jdisagg.roles.timeline import Timeline
 from jdisagg.sched import log_codec
 from jdisagg.sched.plan import Plan
@@ -133,8 +133,8 @@ class EngineLoop:
                 self._admit(message, outputs, now_s)
             case Cancel(request_id=request_id, attempt=attempt, sink=sink, enough=enough):
                 stream = self._streams.get(request_id)
-                if stream is not None and (sink is None or stream.sink == sink):
-                    self._cancel(request_id, attempt, outputs, now_s, enough=enough)
+                if stream is not None and stream.request.attempt == attempt and (sink is None or stream.sink == sink):
+                    self._cancel(stream, outputs, now_s, enough=enough)
             case Call(function=function, future=future):
                 if not future.set_running_or_notify_cancel():
                     return  # whoever asked no longer waits
@@ -148,14 +148,13 @@ class EngineLoop:
     def _admit(self, message: Submit, outputs: list[Output], now_s: float) -> None:
         request = message.request
         try:
-            older = self._streams.get(request.request_id)
-            if older is not None and older.front_end == message.front_end and older.request.attempt < request.attempt:
+            if (older := self._streams.get(request.request_id)) is not None:
+                if older.front_end != message.front_end or older.request.attempt >= request.attempt:
+                    taken = f"request id {request.request_id!r} is running here already"
+                    # no InvalidRequest: its router may have died, and the client asks another: after a lease it has ended
+                    raise Unavailable(f"{taken}; use a new id, or ask again when it has ended")
                 # Its router replays it here and the cancel of the older attempt, on a broken stream, is still under way.
-                self._cancel(request.request_id, older.request.attempt, outputs, now_s)
-            if request.request_id in self._streams:
-                taken = f"request id {request.request_id!r} is running here already"
-                # no InvalidRequest: its router may have died, and the client asks another: after a lease it has ended
-                raise Unavailable(f"{taken}; use a new id, or ask again when it has ended")
+                self._cancel(older, outputs, now_s)
             self._role.admit(request, now_s)
         except RequestError as error:
             self._metrics.requests.finished.labels(reason="refused").inc()
@@ -164,11 +163,9 @@ class EngineLoop:
         timeline = Timeline(self._metrics, request, now_s, self._slow_request_s)
         self._streams.open(request, message.sink, timeline, message.front_end)
 
-    def _cancel(self, request_id: str, attempt: int, outputs: list[Output], now_s: float, *, enough: bool = False) -> None:
+    def _cancel(self, stream: Stream, outputs: list[Output], now_s: float, *, enough: bool = False) -> None:
         """Nothing of it is delivered any more, not even to a new request of the same id that comes in this very tick."""
-        stream = self._streams.get(request_id)
-        if stream is None or stream.request.attempt != attempt:
-            return
+        request_id = stream.request.request_id
         self._streams.close(request_id)
         (stream.timeline.stopped if enough else stream.timeline.aborted)(now_s)
         self._scheduler.cancel(request_id)
@@ -229,12 +226,12 @@ class EngineLoop:
 
     def snapshot(self) -> dict[str, Any]:
         """Queues, ledgers and streams as JSON-able data."""
-        plan, scheduler = self._pipeline.in_flight, self._scheduler.snapshot()
+        plan, scheduler, streams = self._pipeline.in_flight, self._scheduler.snapshot(), dict(self._streams.items())
         return {
             "worker": self._worker,
             "draining": scheduler["draining"],
-            "streams": self._streams.ids(),
-            "requests": {name: stream.timeline.record.snapshot() for name, stream in self._streams.items()},
+            "streams": list(streams),
+            "requests": {name: stream.timeline.record.snapshot() for name, stream in streams.items()},
             "scheduler": scheduler,
             "handoff": self._role.snapshot(),
             "in_flight": log_codec.encode(plan) if plan else None,

@@ -33,9 +33,6 @@ class Streams:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._streams
-
     def open(self, request: EngineRequest, sink: OutputSink, timeline: Timeline, front_end: str = "") -> None:
         """Start delivering to `sink`."""
         self._streams[request.request_id] = Stream(request, sink, timeline, front_end)
@@ -49,17 +46,13 @@ class Streams:
         stream = self._streams.get(request_id)
         return None if stream is None else stream.timeline.record
 
-    def close(self, request_id: str) -> Stream | None:
+    def close(self, request_id: str) -> None:
         """Forget the request; idempotent."""
-        return self._streams.pop(request_id, None)
+        self._streams.pop(request_id, None)
 
     def items(self) -> list[tuple[str, Stream]]:
         """All live streams by id."""
         return list(self._streams.items())
-
-    def ids(self) -> list[str]:
-        """Ids of all live requests."""
-        return list(self._streams)
 
     def deliver(self, outputs: list[Output], now_s: float) -> None:
         """Send outputs on, grouped by sink, and close streams that finished. Outputs without a stream are dropped."""
