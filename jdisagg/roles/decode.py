@@ -161,11 +161,11 @@ class DecodeRole:
             case act.PeerReady(request_id=request_id, is_ready=is_ready):
                 self._scheduler.peer_ready(request_id, is_ready)
                 if record := self._streams.record(request_id):
-                    (record.scheduled if is_ready else record.waits)(now_s)
+                    (record.scheduled if is_ready else record.phases.waits)(now_s)
             case act.OpenStream(handoff=handoff, peer=peer, message=message):
                 self._scheduler.peer_ready(handoff.request_id, False)
                 if record := self._streams.record(handoff.request_id):
-                    record.waits(now_s)
+                    record.phases.waits(now_s)
                 self._peer_choice.opened(handoff, peer, message.request.num_tokens - message.held_tokens)
                 self._peers.open(peer, handoff, self._lending.open(handoff, message))
             case act.Send(handoff=handoff, message=message):
@@ -189,7 +189,7 @@ class DecodeRole:
                 self._peer_choice.computed(request_id)
                 self._hidden.computed(request_id, now_s)
                 if output.finish is None and (record := self._streams.record(request_id)):
-                    record.awaits_kv()
+                    record.phases.awaits_kv()
                 return [self._scheduler.remote_first_token(request_id, output, now_s)]
             case act.NoKV():
                 self._recoveries.no_kv(action)
@@ -198,11 +198,11 @@ class DecodeRole:
                 self._provenance.arrived(request_id, provenance)
                 self._scheduler.kv_arrived(request_id, now_s)
                 if record := self._streams.record(request_id):
-                    record.kv_arrived(now_s)
+                    record.phases.kv_arrived(now_s)
             case act.ComputeLocally(request_id=request_id, held_tokens=held_tokens, provenance=provenance):
                 self._provenance.arrived(request_id, provenance)
                 if record := self._streams.record(request_id):
-                    record.kv_given_up(now_s)
+                    record.phases.kv_given_up(now_s)
                 self._scheduler.compute_locally(request_id, held_tokens)
             case act.Fail(request_id=request_id, error=error):
                 self._recoveries.failed(request_id, error, now_s)

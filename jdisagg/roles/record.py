@@ -28,7 +28,7 @@ class Event(Enum):
 
 
 class RequestRecord:
-    """Owned by the engine thread. Times are seconds of its clock."""
+    """Owned by the engine thread. Times are seconds of its clock. What is no event of its own is told to `phases`."""
 
     def __init__(self, metrics: Metrics, request: EngineRequest, now_s: float, slow_s: float = inf) -> None:
         """The request was just queued. `slow_s`: one that takes longer is logged at INFO when it ends, others at DEBUG."""
@@ -37,57 +37,41 @@ class RequestRecord:
         self._traceparent = request.traceparent
         self._arrived_s = now_s
         self._slow_s = slow_s
-        self._phases = Phases(now_s)
+        self.phases = Phases(now_s)
         self._events: list[tuple[Event, float]] = [(Event.QUEUED, now_s)]
         self._num_dropped = 0
 
     def scheduled(self, now_s: float) -> None:
         """Work on its prompt begins, or goes on after a preemption."""
-        if self._phases.started(now_s):
+        if self.phases.started(now_s):
             self._note(Event.SCHEDULED if self._events[-1][0] is Event.QUEUED else Event.RESUMED, now_s)
 
     def preempted(self, now_s: float) -> None:
         """It lost its pages and waits again."""
-        self._phases.preempted(now_s)
+        self.phases.preempted(now_s)
         self._note(Event.PREEMPTED, now_s)
 
     def parked(self, now_s: float) -> None:
         """Its pages went to others before its receiver had any (prefill role)."""
-        self._phases.parked(now_s)
+        self.phases.parked(now_s)
         self._note(Event.PREEMPTED, now_s)
 
     def produced(self, now_s: float) -> None:
         """A token of it is known."""
         self.scheduled(now_s)
-        self._phases.produced(now_s)
-
-    def waits(self, now_s: float) -> None:
-        """The peer that computed its prompt is lost, and the next one has not begun (decode role)."""
-        self._phases.waits(now_s)
-
-    def awaits_kv(self) -> None:
-        """Its first token is a peer's, its KV is on the way (decode role)."""
-        self._phases.awaits_kv()
-
-    def kv_given_up(self, now_s: float) -> None:
-        """It is computed here after all (decode role)."""
-        self._phases.kv_given_up(now_s)
-
-    def kv_arrived(self, now_s: float) -> None:
-        """Its KV is complete here (decode role)."""
-        self._phases.kv_arrived(now_s)
+        self.phases.produced(now_s)
 
     def handed_over(self, now_s: float) -> None:
         """Its hand-off is over (prefill role)."""
-        self._phases.handed_over()
-        has_token = self._phases.has_token
+        self.phases.handed_over()
+        has_token = self.phases.has_token
         self.ended("handed over" if has_token else "given up before its first token", int(has_token), now_s)
 
     def ended(self, reason: str, num_tokens: int, now_s: float) -> None:
         """Whatever the end: its phases and their sum are observed, and its life is logged."""
-        self._phases.ended(now_s)
+        self.phases.ended(now_s)
         self._note(Event.FINISHED, now_s)
-        metrics, seconds = self._metrics, self._phases.seconds
+        metrics, seconds = self._metrics, self.phases.seconds
         for phase, histogram in (
             (Phase.QUEUE, metrics.requests.queue_seconds),
             (Phase.PREFILL, metrics.requests.prefill_seconds),
@@ -96,15 +80,15 @@ class RequestRecord:
         ):
             if phase in seconds:
                 histogram.observe(seconds[phase])
-        metrics.requests.seconds.observe(self._phases.total_s)
-        level = logging.INFO if self._phases.total_s > self._slow_s else logging.DEBUG
+        metrics.requests.seconds.observe(self.phases.total_s)
+        level = logging.INFO if self.phases.total_s > self._slow_s else logging.DEBUG
         if log.isEnabledFor(level):
             log.log(level, "request %s%s: %s", self._request_id, self._trace_text(), self._life(reason, num_tokens))
 
     def snapshot(self) -> dict[str, Any]:
         """Events with seconds since it was queued, the phase it is in, its trace context."""
         events = [{"event": event.value, "at_s": round(at_s - self._arrived_s, 6)} for event, at_s in self._events]
-        shown: dict[str, Any] = {"phase": self._phases.phase.value, "events": events, "traceparent": self._traceparent}
+        shown: dict[str, Any] = {"phase": self.phases.phase.value, "events": events, "traceparent": self._traceparent}
         return shown | ({"events_left_out": self._num_dropped} if self._num_dropped else {})
 
     def _note(self, event: Event, now_s: float) -> None:
@@ -118,8 +102,8 @@ class RequestRecord:
 
     def _life(self, reason: str, num_tokens: int) -> str:
         parts = " + ".join(
-            f"{phase.value} {self._phases.seconds[phase]:.3f} s" for phase in Phase if phase in self._phases.seconds
+            f"{phase.value} {self.phases.seconds[phase]:.3f} s" for phase in Phase if phase in self.phases.seconds
         )
         events = ", ".join(f"{event.value} +{at_s - self._arrived_s:.3f}" for event, at_s in self._events)
         more = f" ({self._num_dropped} events left out)" if self._num_dropped else ""
-        return f"{reason}, {num_tokens} tokens in {self._phases.total_s:.3f} s = {parts}; {events}{more}"
+        return f"{reason}, {num_tokens} tokens in {self.phases.total_s:.3f} s = {parts}; {events}{more}"
