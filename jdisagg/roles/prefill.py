@@ -21,7 +21,7 @@ from jdisagg.core.errors import RequestError, Unavailable
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance
 from jdisagg.handoff import actions as act
-from jdisagg.handoff.events import PeerAlive, PeerMessage, PeerOpened, Reply
+from jdisagg.handoff.events import PeerAlive, PeerMessage, PeerOpened
 from jdisagg.handoff.messages import ChunkReady, Declined, HandoffId, Refused, Want
 from jdisagg.handoff.prefill_side import PrefillSide
 from jdisagg.roles.gauge_share import GaugeShare
@@ -59,7 +59,6 @@ class PrefillRole:
         self._handoffs = handoffs
         self._runner = runner
         self._publishers = publishers
-        self._receivers: dict[HandoffId, tuple[str, int]] = {}  # of open hand-offs: peer, parts it splits heads into
         self._metrics = metrics
         self._published_bytes, self._leases = GaugeShare(metrics.transfer.published_bytes), GaugeShare(metrics.transfer.leases)
         self._worker = worker
@@ -67,7 +66,7 @@ class PrefillRole:
         self._slow_request_s = slow_request_s
         self._records: dict[str, RequestRecord] = {}  # of live hand-offs, by engine request id
         self._num_computed = Counter[str]()  # tokens in steps so far, by engine request id, until the hand-off is over
-        self._replies: dict[HandoffId, Reply] = {}
+        self._opened: dict[HandoffId, PeerOpened] = {}  # live hand-offs, as their D opened them
         self._stuck_since_s: float | None = None  # prompts wait, none runs: computed ones hold the pages
 
     def admit(self, request: EngineRequest, now_s: float) -> None:
@@ -106,17 +105,16 @@ class PrefillRole:
         return []
 
     def _open(self, opened: PeerOpened, now_s: float) -> None:
-        handoff, opening, reply = opened.handoff, opened.message, opened.reply
+        handoff, opening = opened.handoff, opened.message
         backends = opening.backends or ((opening.backend,) if opening.backend else ())
         if not self._publishers.open(handoff, backends):
             wanted, got = ", ".join(self._publishers.names), ", ".join(backends)
             text = f"transfer backend: wanted one of {wanted}, got {got}; see --kv-transfer-backend"
             error = Unavailable(text, field="kv_transfer_backend")
-            reply.send(Refused(error=error))
-            reply.close()
+            opened.reply.send(Refused(error=error))
+            opened.reply.close()
             return
-        self._replies[handoff] = reply
-        self._receivers[handoff] = (opened.peer, opening.head_shards)
+        self._opened[handoff] = opened
         self._execute(self._handoffs.open(handoff, opening, now_s, opened.peer), now_s)
 
     def _change_backend(self, failed: PublishFailed) -> None:
@@ -212,17 +210,16 @@ class PrefillRole:
                 case act.Unpark(engine_request_id=request_id):
                     self._scheduler.unpark(request_id)
                 case act.Reply(handoff=handoff, message=message):
-                    if reply := self._replies.get(handoff):
-                        reply.send(message)
+                    if opened := self._opened.get(handoff):
+                        opened.reply.send(message)
                 case act.CloseReply(handoff=handoff):
                     self._publishers.forget(handoff)
-                    self._receivers.pop(handoff, None)
-                    if reply := self._replies.pop(handoff, None):
-                        reply.close()
+                    if opened := self._opened.pop(handoff, None):
+                        opened.reply.close()
                 case act.Export(handoff=handoff, engine_request_id=request_id, begin=begin, end=end, key=key):
                     piece = self._runner.export_tokens(self._scheduler.page_table(request_id), begin, end)
-                    receiver, head_shards = self._receivers[handoff]
-                    piece = replace(piece, receiver=receiver, head_shards=head_shards)
+                    opened = self._opened[handoff]
+                    piece = replace(piece, receiver=opened.peer, head_shards=opened.message.head_shards)
                     self._publishers.publish(handoff, key, piece)
                 case act.Discard(key=key):
                     self._publishers.discard(key)
@@ -255,14 +252,14 @@ class PrefillRole:
     @property
     def num_guests(self) -> int:
         """Hand-offs, parked ones included."""
-        return len(self._replies)
+        return len(self._opened)
 
     def snapshot(self) -> dict[str, Any]:
         """Hand-offs and published bytes of this worker."""
         return {
             **self._handoffs.snapshot(),
             "buffered_bytes": self._publishers.num_buffered_bytes,
-            "replies": len(self._replies),
+            "replies": len(self._opened),
             "borrowing": self._borrowing.snapshot(),
             "requests": {request_id: record.snapshot() for request_id, record in self._records.items()},
         }
