@@ -165,11 +165,6 @@ class Lender:
         """Loans that are not over."""
         return len(self._loans)
 
-    @property
-    def buffered_bytes(self) -> int:
-        """Bytes exported and not yet discarded."""
-        return self._exports.buffered_bytes
-
     def snapshot(self) -> dict[str, Any]:
         """Loans by request and stream, as JSON-able data."""
         return {

@@ -282,11 +282,6 @@ class PrefillSide:
         return not self._live
 
     @property
-    def buffered_bytes(self) -> int:
-        """Bytes exported and not yet discarded."""
-        return self._exports.buffered_bytes
-
-    @property
     def num_live(self) -> int:
         """Hand-offs, at any stage."""
         return len(self._live)

@@ -43,7 +43,7 @@ class Loans:
                     assert 0 < end - begin <= self.config.transfer_chunk_tokens
                     self.lent[key] = action
                     self.lending.append(action)
-                    lent_bytes = self.lender.buffered_bytes
+                    lent_bytes = self.lender._exports.buffered_bytes
                     assert lent_bytes <= self.config.transfer_buffer_bytes or len(self.lent) == 1, "bounded buffer"
                 case act.Discard(key=key):
                     self.lent.pop(key, None)

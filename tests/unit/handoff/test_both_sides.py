@@ -142,10 +142,10 @@ class HandoffMachine(RuleBasedStateMachine):
         assert set(self.world.decode.snapshot()["handoffs"]) == live
         assert len(stages(self.world.decode)) == len(live)
         for worker in self.world.prefillers.values():
-            assert worker.side.buffered_bytes == sum(worker.held_bytes.values())
+            assert worker.side._exports.buffered_bytes == sum(worker.held_bytes.values())
             assert set(worker.borrower.snapshot()) == set(worker.borrowing)
         lent_bytes = sum((export.end - export.begin) * BPT for export in self.world.loans.lent.values())
-        assert self.world.loans.lender.buffered_bytes == lent_bytes
+        assert self.world.loans.lender._exports.buffered_bytes == lent_bytes
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):

@@ -184,7 +184,7 @@ def test_a_publication_that_fails_after_its_piece_was_discarded_changes_nothing(
     side.on_message(H, Ack(key="k0"), 0.0)
     assert side.on_publish_failed(H, "k0", "device") == []
     assert side.on_published(H, ready("k0", 0, 4), 0.0) == [act.Discard("k0")]
-    assert (side.snapshot()["late"], side.buffered_bytes) == (2, 60)
+    assert (side.snapshot()["late"], side._exports.buffered_bytes) == (2, 60)
 
 
 def test_parking_is_told_to_the_stream_it_concerns() -> None:

@@ -34,7 +34,7 @@ def test_nothing_is_published_without_credit_and_never_more_than_that() -> None:
     assert spans(side.on_message(H, Grant(credit_bytes=79), 1.0)) == [(2, 6)]
     assert spans(side.on_message(H, Grant(credit_bytes=80), 1.0)) == [(6, 10)]
     assert spans(side.on_message(H, Grant(credit_bytes=40), 1.0)) == []
-    assert side.buffered_bytes == 80
+    assert side._exports.buffered_bytes == 80
     assert spans(side.on_message(H, Grant(credit_bytes=1000), 1.0)) == [(10, 11)]
 
 
@@ -47,7 +47,7 @@ def test_acknowledged_pieces_are_freed_and_the_last_one_ends_the_loan() -> None:
     for number in range(3):
         assert side.num_loans == 1
         assert side.on_message(H, Ack(key=f"k{number}"), 1.2) == [act.Discard(f"k{number}")]
-    assert (side.num_loans, side.buffered_bytes, side.is_idle) == (0, 0, False)
+    assert (side.num_loans, side._exports.buffered_bytes, side.is_idle) == (0, 0, False)
     assert side.on_published(H, ready("k1", 6, 10), 1.3) == [act.Discard("k1")], "too late"
     assert side.on_message(H, Ack(key="k1"), 1.3) == []
     side.release(H)

@@ -29,7 +29,7 @@ def test_release_frees_everything_once_and_makes_room_for_others() -> None:
         act.CloseReply(other),
     ]
     assert side.is_idle
-    assert side.buffered_bytes == 0
+    assert side._exports.buffered_bytes == 0
 
 
 @pytest.mark.covers("X08", "X26")
@@ -92,7 +92,7 @@ def test_a_first_token_that_ends_the_request_takes_nothing_away_that_d_may_be_fe
     assert side.on_computed("r#1", 10) == []
     assert side.on_message(H, StreamEnded(reason="closed"), 2.0)[0] == act.Discard("k0")
     assert side.is_idle
-    assert side.buffered_bytes == 0
+    assert side._exports.buffered_bytes == 0
 
 
 def test_a_request_that_its_first_token_ended_is_over_with_its_last_ack_or_lease() -> None:

@@ -101,12 +101,12 @@ def test_the_buffer_is_shared_in_turns_and_nobody_overtakes_a_piece_that_does_no
     assert exports(side.on_computed("a#1", 12)) == [(0, 4), (4, 8)]
     assert side.on_computed("b#2", 12) == []
     assert side.on_computed("c#3", 1) == [], "one token would fit, but a and b were first"
-    assert side.buffered_bytes == 80
+    assert side._exports.buffered_bytes == 80
     freed = side.on_message(a, Ack(key="k0"), 0.0)
     assert [x.handoff for x in freed if isinstance(x, act.Export)] == [a]
     freed = side.on_message(a, Ack(key="k1"), 0.0)
     assert [x.handoff for x in freed if isinstance(x, act.Export)] == [b, c], "in turns"
-    assert side.buffered_bytes == 90
+    assert side._exports.buffered_bytes == 90
     freed = side.on_message(a, Ack(key="k2"), 0.0)
     assert [x.handoff for x in freed if isinstance(x, act.Export)] == [b]
 
@@ -134,7 +134,7 @@ def test_duplicate_acks_and_publications_change_nothing() -> None:
     assert side.on_published(H, ready("k0", 0, 4), 0.0) == []
     assert side.on_message(H, Ack(key="k0"), 0.0) == [act.Discard("k0")]
     assert side.on_message(H, Ack(key="k0"), 0.0) == []
-    assert side.buffered_bytes == 60
+    assert side._exports.buffered_bytes == 60
 
 
 def test_illegal_stage_changes_are_our_bug() -> None:

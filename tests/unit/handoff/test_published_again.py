@@ -51,7 +51,7 @@ def test_who_wants_it_all_again_without_end_is_refused(takes: bool) -> None:
     assert isinstance(refused.error, HandoffLost)
     assert "[0, 4)" in refused.error.message
     assert side.is_idle
-    assert side.buffered_bytes == 0
+    assert side._exports.buffered_bytes == 0
 
 
 @pytest.mark.parametrize(("begin", "end"), [(0, 5), (8, 12), (4, 4), (-1, 3)])
