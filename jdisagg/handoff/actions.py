@@ -118,13 +118,12 @@ class Recovered:
     peer: str  # the peer that failed; "" when there was none
     stage: str
     cause: str
-    no_kv: bool = False  # the peer is well, and what it published does not come
     unreached: str = ""  # the backend given up, where nothing could be reached over it
 
 
 @dataclass(frozen=True, slots=True)
 class NoKV:
-    """What Recovered says with `no_kv`, of the last peer of a request that ends for it."""
+    """The peer may be well, and what it published does not come: why its stream was given up."""
 
     peer: str
     cause: str

@@ -148,10 +148,10 @@ class Inbound:
         self.held_tokens = stream.imported.reach(self.held_tokens)
         return stream.close()
 
-    def note(self, rung: str, peer: str, cause: str, stage: InboundStage | None = None, *, no_kv: bool = False) -> Recovered:
+    def note(self, rung: str, peer: str, cause: str, stage: InboundStage | None = None) -> Recovered:
         """A rung of the ladder is taken because of `peer`, whose stream was at `stage`, or is at this one's."""
         self.arrived = replace(self.arrived, recoveries=(*self.arrived.recoveries, rung))
-        return Recovered(rung, self.request.request_id, peer, (stage or self.stage).value, cause, no_kv)
+        return Recovered(rung, self.request.request_id, peer, (stage or self.stage).value, cause)
 
     @property
     def num_tokens(self) -> int:

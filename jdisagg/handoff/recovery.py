@@ -93,14 +93,16 @@ class Recovery:
             record.ladder.failed(lost, error)
             return self._hedge_again(record, record.doubted, now_s)
         actions = record.hang_up()
+        if no_kv:
+            actions.append(act.NoKV(lost, cause))
         record.ladder.failed(lost, error)
         if peer := record.ladder.next_or_new_peer():
-            return [*actions, record.note("other_prefill", lost, cause, no_kv=no_kv), *self._open(record, peer, now_s)]
+            return [*actions, record.note("other_prefill", lost, cause), *self._open(record, peer, now_s)]
         is_hopeless = no_kv and self._config.local_prefill is not LocalPrefill.NEVER  # it would not come the next time either
         if not is_hopeless and (later := record.ladder.after_pause()) is not None:
             rung = "reconnect" if later == lost else "other_prefill"
-            return [*actions, record.note(rung, lost, cause, no_kv=no_kv), *record.wait(now_s, had_begun=had_begun)]
-        return actions + self._last_rungs(record, lost, cause, no_kv=no_kv)
+            return [*actions, record.note(rung, lost, cause), *record.wait(now_s, had_begun=had_begun)]
+        return actions + self._last_rungs(record, lost, cause)
 
     def pass_over(self, record: Inbound, now_s: float, why: str = "full") -> list[DecodeAction]:
         """The peer answers and takes nothing now, as it is `why`: ask another, or the same after a pause."""
@@ -177,19 +179,18 @@ class Recovery:
         assert doubted is not None
         assert hedge is not None
         quiet = doubted.stream
-        if doubted.no_kv:
-            self._bad_lines[quiet.peer] = quiet.line
         if end:
             record.ladder.failed(quiet.peer, error)
         else:
             record.ladder.busy(quiet.peer, "quiet")
         why = f"{'no KV came' if doubted.no_kv else 'nothing heard'} for {doubted.silent_s:.3g} s"
         cause = f"{end or why}; {hedge.peer} was asked meanwhile"
-        actions = [
-            *quiet.close(),
-            record.note("other_prefill", quiet.peer, cause, doubted.stage, no_kv=doubted.no_kv),
-            act.Hedged("moved", record.request.request_id, quiet.peer, hedge.peer),
-        ]
+        actions = quiet.close()
+        if doubted.no_kv:
+            self._bad_lines[quiet.peer] = quiet.line
+            actions.append(act.NoKV(quiet.peer, cause))
+        actions.append(record.note("other_prefill", quiet.peer, cause, doubted.stage))
+        actions.append(act.Hedged("moved", record.request.request_id, quiet.peer, hedge.peer))
         return actions + (self.doubt(record, hedge.silent_s, now_s) if hedge.silent_s else [])
 
     def _hedge_again(self, record: Inbound, doubted: Doubted, now_s: float) -> list[DecodeAction]:
@@ -223,14 +224,13 @@ class Recovery:
         self._bad_lines = dict(bad[-MOST_BAD_LINES:])
         return self._lines.setdefault(peer, Line(peer, self._inflow))
 
-    def _last_rungs(self, record: Inbound, peer: str, cause: str, *, no_kv: bool = False) -> list[DecodeAction]:
+    def _last_rungs(self, record: Inbound, peer: str, cause: str) -> list[DecodeAction]:
         request_id = record.request.request_id
         if self._config.local_prefill is not LocalPrefill.NEVER:
-            note = record.note("local_prefill", peer, cause, no_kv=no_kv)
+            note = record.note("local_prefill", peer, cause)
             self._forget(request_id)
             return [note, act.ComputeLocally(request_id, record.held_tokens, record.arrived)]
         verdict = record.ladder.verdict
         if verdict is not None and is_invalid(verdict) and record.request.generated_token_ids:
             verdict = record.outgrown(verdict)
-        told: list[DecodeAction] = [act.NoKV(peer, cause)] if no_kv else []
-        return [*told, *self.fail(record, verdict or record.lost(peer, cause))]
+        return self.fail(record, verdict or record.lost(peer, cause))

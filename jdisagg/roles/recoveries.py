@@ -48,8 +48,6 @@ class Recoveries:
                 log.warning("request %s: %s%s; prompts are computed here until one does", *told)
             self._num_alone += 1
             return
-        if action.no_kv:
-            self.no_kv(act.NoKV(action.peer, action.cause))
         if action.unreached:
             self._peers.unreached(action.peer, action.unreached, action.cause)
         where = f", prefill peer {action.peer}" if action.peer not in action.cause else ""

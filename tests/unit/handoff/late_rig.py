@@ -30,5 +30,6 @@ def compute(side: DecodeSide, handoff: HandoffId, peers: tuple[str, ...], backen
 
 
 def rung(actions: list[act.DecodeAction]) -> tuple[str, str, bool]:
+    """The one taken, for which peer, and whether that is said to bring no KV."""
     taken = only(act.Recovered, actions)
-    return taken.rung, taken.peer, taken.no_kv
+    return taken.rung, taken.peer, act.NoKV(taken.peer, taken.cause) in actions

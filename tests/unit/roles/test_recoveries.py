@@ -60,7 +60,7 @@ def test_a_rung_is_counted_and_told_with_its_request_peer_stage_and_cause(caplog
 
 def test_a_peer_whose_kv_does_not_come_is_remembered_with_the_cause() -> None:
     told, _, peers = recoveries()
-    told.recovered(recovered(no_kv=True, cause="stalled"))
+    told.no_kv(act.NoKV("p:1", "stalled"))
     assert peers.without_kv == [("p:1", "stalled")]
     assert not peers.given_up
 
@@ -68,7 +68,7 @@ def test_a_peer_whose_kv_does_not_come_is_remembered_with_the_cause() -> None:
 def test_that_no_kv_comes_from_a_peer_is_remembered_until_some_does() -> None:
     told, _, peers = recoveries()
     told.no_kv(act.NoKV("p:1", "stalled"))
-    told.recovered(recovered(peer="p:2", no_kv=True, cause="slow"))
+    told.no_kv(act.NoKV("p:2", "slow"))
     assert peers.without_kv == [("p:1", "stalled"), ("p:2", "slow")]
     told.complete("")
     told.complete("p:1")
