@@ -82,7 +82,6 @@ class RowPlanner:
             # in its sibling's only.
             pages = tuple(sources.get(page, page) for page in copy.page_table[0])
             draft.offload.append(replace(copy, page_table=(pages,)))
-        draft.preempted = True
 
     # --- prompt chunks
 

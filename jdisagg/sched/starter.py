@@ -36,7 +36,7 @@ class Starter:
 
     def start(self, draft: Draft, donors: dict[str, Sequence]) -> None:
         """Let in whoever can go. After a preemption nobody new may take what was just freed."""
-        if draft.preempted:
+        if self._table.preempted:
             return
         blocked: list[Sequence] = []
         if donors:
@@ -44,7 +44,7 @@ class Starter:
         self._start_ready(draft, donors)
         queues = self._table.queues
         waiting = queues[Status.PREALLOC] or (queues[Status.WAITING] and self._can_compute(draft))
-        if waiting and not draft.preempted:
+        if waiting and not self._table.preempted:
             self._start_waiting(draft, blocked)
 
     def _start_ready(self, draft: Draft, donors: dict[str, Sequence]) -> None:
@@ -54,7 +54,7 @@ class Starter:
         table = self._table
         has_room = True
         for sequence in table.queues[Status.READY]:
-            while has_room and not draft.preempted and not self._is_short and self._can_compute(draft):
+            while has_room and not table.preempted and not self._is_short and self._can_compute(draft):
                 earlier = self._waiting_before(sequence, donors)
                 if earlier is None:
                     break

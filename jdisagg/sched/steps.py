@@ -34,7 +34,6 @@ class Draft:
     offload: list[HostCopy] = field(default_factory=list)
     restore: list[HostCopy] = field(default_factory=list)
     rows: dict[int, Row] = field(default_factory=dict)
-    preempted: bool = False
     by_grammar: bool = False
 
     def undo(self, sequence: Sequence) -> None:
