@@ -11,6 +11,7 @@ from jdisagg.core.requests import Role
 MAX_PREFILL_PEERS = 4  # that one request may try
 SUSPECT_S = 5.0  # how long others are asked before a worker that failed, by routers, and by D before a P it could not reach
 DRAINING = "it is draining"  # why a peer is not asked
+Key = tuple[str, str]  # what tells a process from all others, and from the one before it: address and epoch
 WHERE_TO_LOOK = "--advertise-host and --advertise-port, and at firewalls"  # of one that is there, and not reached
 
 
@@ -65,6 +66,11 @@ class Member:
     bits: str = ""  # what it computes, as in `jdisagg.core.bits`
     needs_prefill: bool = False  # a decode worker that never computes prompts and has no prefill worker of its own
     alone: bool = False  # as it said last, see Report
+
+    @property
+    def key(self) -> Key:
+        """Which process it is."""
+        return self.address, self.epoch
 
     def reporting(self, report: Report) -> Member:
         """The same worker, with what it says now."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from jdisagg.api.worker.client import CLOSED, SILENT, STALLED
 from jdisagg.core.errors import HandoffLost, RequestError
+from jdisagg.core.fleet import Key
 from jdisagg.router.entry import Entry
 from jdisagg.router.worker_news import EVICTED
 
@@ -18,7 +19,7 @@ class Lost:
 
     error: RequestError
     death: bool
-    worker: tuple[str, str] | None = None  # Entry.key of one that went down ..
+    worker: Key | None = None  # one that went down ..
     reason: str = ""  # .. and how
 
     @classmethod
@@ -34,7 +35,7 @@ class Blame:
 
     def __init__(self) -> None:
         self._stalls = 0
-        self._by_worker: dict[tuple[str, str], float] = {}  # of those that may come back
+        self._by_worker: dict[Key, float] = {}  # of those that may come back
         self._last_attempt: int | None = None
 
     @property
@@ -54,6 +55,6 @@ class Blame:
         elif lost.worker is not None:
             self._by_worker[lost.worker] = SILENCE if lost.reason in (SILENT, EVICTED) else 1.0
 
-    def clear(self, worker: tuple[str, str]) -> None:
+    def clear(self, worker: Key) -> None:
         """That process is back: it did not die of anything."""
         self._by_worker.pop(worker, None)

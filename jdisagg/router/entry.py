@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from jdisagg.core.fleet import Member, Standing, State
+from jdisagg.core.fleet import Key, Member, Standing, State
 from jdisagg.core.requests import Role
-from jdisagg.router.worker_cache import Key, WorkerCache
+from jdisagg.router.worker_cache import WorkerCache
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Entry:
     key: Key = field(init=False)  # one object, as each prompt that it had remembers it
 
     def __post_init__(self) -> None:
-        self.key = self.member.address, self.member.epoch
+        self.key = self.member.key
         self.cache = WorkerCache(self.key, self.member.cache_tokens)
 
     @property

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 from jdisagg.core.bits import UNLIKE_REQUESTS, UNLIKE_TOKENS, are_unlike
 from jdisagg.core.errors import AddressTaken
-from jdisagg.core.fleet import MAX_PREFILL_PEERS, SUSPECT_S, Load, Member, Report, Standing, State
+from jdisagg.core.fleet import MAX_PREFILL_PEERS, SUSPECT_S, Key, Load, Member, Report, Standing, State
 from jdisagg.core.requests import Role
 from jdisagg.router.entry import Entry, Reach, RunStream
 from jdisagg.router.longest import Longest
@@ -29,7 +29,7 @@ from jdisagg.router.silence import Silence
 from jdisagg.router.standings import standing_among, standings_of
 from jdisagg.router.unlike import Usual
 from jdisagg.router.usable import ANY_REQUEST, Needs, Usable, usable
-from jdisagg.router.worker_cache import Key, WorkerCache
+from jdisagg.router.worker_cache import WorkerCache
 
 NEAR_SHARE = 1.25  # of the least busy one's requests, that one which may have cached a part of the prompt may have, and besides
 NEAR_LEAST, NEAR_TOKENS, NEAR_MOST = 2, 512, 8  # two, and one for each 512 tokens of that part, eight at most

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jdisagg.core.fleet import Member
+from jdisagg.core.fleet import Key, Member
 from jdisagg.core.requests import Role
-from jdisagg.router.partners import LonelyWatch, Partners, differing, named, process
+from jdisagg.router.partners import LonelyWatch, Partners, differing, named
 
 SETTLE_S = 10.0  # restarts and upgrades pass through such states
 
@@ -15,9 +15,9 @@ class PairingWatch:
     """Asked now and then; answers once for each set of workers that stays so, and for each one that is alone on its side."""
 
     def __init__(self) -> None:
-        self._apart: frozenset[tuple[str, str]] = frozenset()  # (address, epoch)
+        self._apart: frozenset[Key] = frozenset()
         self._since_s = 0.0
-        self._said: frozenset[tuple[str, str]] = frozenset()
+        self._said: frozenset[Key] = frozenset()
         self._lonely = LonelyWatch()
 
     def look(self, members: Sequence[Member], now_s: float) -> str | None:
@@ -30,7 +30,7 @@ class PairingWatch:
         ps, ds = partners.without(Role.PREFILL), partners.without(Role.DECODE)
         if not ps:  # the other decode workers have them all: who computes prompts itself does without
             ps, ds = list(partners.of(Role.PREFILL)), [d for d in ds if d.needs_prefill]
-        apart = frozenset(process(member) for member in (*ps, *ds)) if ps and ds else frozenset()
+        apart = frozenset(member.key for member in (*ps, *ds)) if ps and ds else frozenset()
         if apart != self._apart:
             self._apart, self._since_s = apart, now_s
         if not apart:

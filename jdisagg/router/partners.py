@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from jdisagg.core.fingerprint import Difference, difference
-from jdisagg.core.fleet import Member
+from jdisagg.core.fleet import Key, Member
 from jdisagg.core.requests import Role
 from jdisagg.core.told import first_of
 
@@ -59,12 +59,12 @@ class LonelyWatch:
     """Asked now and then; names each worker once that has lacked a partner for LONELY_S."""
 
     def __init__(self) -> None:
-        self._since_s: dict[tuple[str, str], float] = {}  # by (address, epoch)
-        self._said: set[tuple[str, str]] = set()
+        self._since_s: dict[Key, float] = {}
+        self._said: set[Key] = set()
 
-    def look(self, partners: Partners, but_not: frozenset[tuple[str, str]], now_s: float) -> str | None:
+    def look(self, partners: Partners, but_not: frozenset[Key], now_s: float) -> str | None:
         """What to tell the operator, or None: of one role at a time. `but_not`: those of whom more is told elsewhere."""
-        lonely = {process(member): member for role in _OTHER for member in partners.of(role) if partners.lacks(member)}
+        lonely = {member.key: member for role in _OTHER for member in partners.of(role) if partners.lacks(member)}
         self._since_s = {key: self._since_s.get(key, now_s) for key in lonely if key not in but_not}
         self._said &= self._since_s.keys()
         due = [key for key, since_s in self._since_s.items() if key not in self._said and now_s - since_s >= LONELY_S]
@@ -75,11 +75,6 @@ class LonelyWatch:
         self._said.update(due)
         members = [lonely[key] for key in due]
         return f"{role.value} {named(members)} {partners.why(members)}; it has been so for {LONELY_S / 60:g} minutes"
-
-
-def process(member: Member) -> tuple[str, str]:
-    """What tells it from all others, and from the one before it."""
-    return member.address, member.epoch
 
 
 def differing(ps: Sequence[Member], ds: Sequence[Member]) -> str:

@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from jdisagg.router.worker_cache import Key, WorkerCache
+from jdisagg.core.fleet import Key
+from jdisagg.router.worker_cache import WorkerCache
 
 BLOCK_TOKENS = 32
 MOST_BEGINNINGS = 262_144  # remembered, in some 45 MB: of 5,600 prompts of 2,000 tokens that share none; in 380 MB where each

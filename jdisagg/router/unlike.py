@@ -10,9 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from jdisagg.core.bits import SAME_BY, are_unlike
-from jdisagg.core.fleet import Member
+from jdisagg.core.fleet import Key, Member
 from jdisagg.core.told import first_of
-from jdisagg.router.partners import process
 
 SETTLE_S = 10.0  # restarts and upgrades pass through such states
 THEN = (
@@ -52,7 +51,7 @@ class BitsWatch:
     """Asked now and then; names once each set of workers that stays so."""
 
     def __init__(self) -> None:
-        self._unlike: frozenset[tuple[str, str]] = frozenset()  # (address, epoch)
+        self._unlike: frozenset[Key] = frozenset()
         self._since_s = 0.0
         self._is_said = True
 
@@ -60,7 +59,7 @@ class BitsWatch:
         """What to tell the operator, or None."""
         usual = Usual(members)
         found = [member for member in members if usual.lacks(member)]
-        unlike = frozenset(map(process, found))
+        unlike = frozenset(member.key for member in found)
         if unlike != self._unlike:
             self._is_said = self._is_said and unlike < self._unlike  # nothing new where one of them has left
             self._unlike, self._since_s = unlike, now_s

@@ -17,7 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-Key = tuple[str, str]  # a process, not an address: what that and its epoch are
+from jdisagg.core.fleet import Key
+
 PAGE_TOKENS = 1024  # of the largest page: fewer that are missing tell nothing
 LOST_WEIGHT = 2  # prompt tokens that were lost are written again; and somebody wrote, unknown to us, what they were lost to
 

@@ -21,7 +21,7 @@ from jdisagg.api.channels import Credentials
 from jdisagg.api.worker.client import CLOSED, SILENT, STALLED, WorkerLink
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
-from jdisagg.core.fleet import Member, Report, Standing
+from jdisagg.core.fleet import Key, Member, Report, Standing
 from jdisagg.core.metrics import FleetMetrics
 from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.router.entrance import Entrance
@@ -70,7 +70,7 @@ class Workers:
             credentials=credentials,
             router=uuid4().hex,  # by which workers know this process
         )
-        self._links: dict[tuple[str, str], WorkerLink] = {}  # by Entry.key
+        self._links: dict[Key, WorkerLink] = {}
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
