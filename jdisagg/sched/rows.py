@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from jdisagg.core.config import SchedulerConfig
 from jdisagg.sched.intake import Limits
-from jdisagg.sched.plan import HostCopy, PageAppend, PrefillChunk
+from jdisagg.sched.plan import PageAppend, PrefillChunk
 from jdisagg.sched.sequence import Sequence
 from jdisagg.sched.states import Status
 from jdisagg.sched.steps import Draft, Row
@@ -143,8 +143,3 @@ class RowPlanner:
         draft.budget -= length
         draft.reads -= end
         draft.rows[sequence.slot] = Row(sequence, sequence.epoch, end, int(samples))
-
-
-def host_copy(sequence: Sequence) -> HostCopy:
-    """Where KV of the sequence's leading `host_tokens` goes in the pages it holds now."""
-    return HostCopy(key=sequence.request_id, page_table=(tuple(sequence.holding.pages),), num_tokens=sequence.wait.host_tokens)

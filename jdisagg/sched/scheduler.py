@@ -175,7 +175,7 @@ class Scheduler:
         row = self._steps.row(step_id, sampled.slot)
         if row is None or not self._committer.fails(row, sampled):
             return None
-        return (tuple(row.sequence.holding.pages),), row.end
+        return row.sequence.holding.page_table, row.end
 
     # --- remote sequences (D)
 
@@ -191,7 +191,7 @@ class Scheduler:
 
     def page_table(self, request_id: str) -> PageTable:
         """Pages of a live request, per KV group, in token order."""
-        return (tuple(self._table.live[request_id].holding.pages),)
+        return self._table.live[request_id].holding.page_table
 
     def remote_first_token(self, request_id: str, first: Output, now_s: float) -> Output:
         """The peer sampled the first token: returns the client's output. With `finish` set the request is over and freed."""

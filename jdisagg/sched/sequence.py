@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from jdisagg.core.requests import EngineRequest, TokenLogprob
+from jdisagg.sched.plan import PageTable
 from jdisagg.sched.states import Status
 
 
@@ -27,6 +28,11 @@ class Holding:
     is_private: bool = False  # it lived when the index was reset: nothing of it is offered any more
     promised_pages: int = 0  # pages the admission gate set aside for it in all
     held_tokens: int = 0  # leading tokens a remote sequence found at add(); their pages are pinned from then on
+
+    @property
+    def page_table(self) -> PageTable:
+        """Its pages as the device takes them."""
+        return (tuple(self.pages),)
 
     @property
     def outstanding_pages(self) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from jdisagg.core.config import SchedulerConfig
 from jdisagg.sched.admission import Admission
-from jdisagg.sched.plan import Admit, PageCopy
-from jdisagg.sched.rows import RowPlanner, host_copy
+from jdisagg.sched.plan import Admit, HostCopy, PageCopy
+from jdisagg.sched.rows import RowPlanner
 from jdisagg.sched.sequence import Sequence
 from jdisagg.sched.states import Status
 from jdisagg.sched.steps import Draft
@@ -175,9 +175,10 @@ class Starter:
             self._table.move(sequence, Status.TRANSFER)
             self._table.reserved.append(sequence)
         elif sequence.wait.host_tokens:
-            draft.restore.append(host_copy(sequence))
-            self._table.host.restored(sequence.request_id)
-            self._table.stats.restored_tokens += sequence.wait.host_tokens
+            request_id, num_tokens = sequence.request_id, sequence.wait.host_tokens
+            draft.restore.append(HostCopy(key=request_id, page_table=sequence.holding.page_table, num_tokens=num_tokens))
+            self._table.host.restored(request_id)
+            self._table.stats.restored_tokens += num_tokens
             sequence.wait.host_tokens = 0
             self._decode_from_now_on(draft, sequence)
         else:
@@ -199,7 +200,7 @@ class Starter:
                 choice=sequence.request.choice,
                 sampling=sequence.request.sampling,
                 eos_token_ids=self._eos,
-                page_table=(tuple(sequence.holding.pages),),
+                page_table=sequence.holding.page_table,
                 prompt_token_ids=sequence.request.prompt_token_ids,
                 generated_token_ids=tuple(sequence.generated),
                 decodes=decodes,

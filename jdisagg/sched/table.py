@@ -140,7 +140,7 @@ class SequenceTable:
         """Empties the list of remote sequences that got pages; who lost them since is left out."""
         taken, self.reserved = self.reserved, []
         return [
-            Reserved(s.request_id, (tuple(s.holding.pages),), s.holding.held_tokens, s.target)
+            Reserved(s.request_id, s.holding.page_table, s.holding.held_tokens, s.target)
             for s in taken
             if s.status is Status.TRANSFER
         ]
