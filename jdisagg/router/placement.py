@@ -138,7 +138,8 @@ class Placement:
         booking.take_back()
         self._forget(flight, booking)
         if other is not None and flight.entry is not None:
-            other.cache.written += provenance.prefilled_tokens + provenance.borrowed_tokens
+            num_computed = provenance.prefilled_tokens + provenance.borrowed_tokens
+            other.cache.written += min(num_computed, booking.num_tokens)  # whatever it says: others reckon with it
             self._prefixes.note(flight.beginnings, flight.entry.key, other.cache)
 
     def _forget(self, flight: Flight, booking: Booking) -> None:

@@ -235,6 +235,21 @@ def test_what_another_prefill_worker_computed_the_one_that_was_asked_has_as_far_
     at.end_all()
 
 
+def test_what_another_prefill_worker_says_that_it_computed_is_no_more_than_the_prompt() -> None:
+    """Beyond 64 bits nothing could be noted of its cache any more, and every later request there would fail."""
+    at, asked, other = asked_one_of_two()
+    most = 2**63 - 1  # of a count on the wire
+    for written in (3051, 2 * 3051):
+        answer(at, most, prefill_worker=other.member.worker, borrowed_tokens=most)
+        assert other.cache.written == written
+        at.end_all()
+        other.others_tokens = 100_000
+        at.place(document(1), question(2))
+        assert at.live[-1].prefill is not None
+        assert at.live[-1].prefill.entry is asked
+    at.end_all()
+
+
 @pytest.mark.parametrize(("worker", "is_written"), [("", False), ("h:1", True)])
 def test_what_a_decode_worker_computed_itself_no_prefill_worker_has(worker: str, is_written: bool) -> None:
     """A worker that is named by its address is too old to say who it is with its first token."""
