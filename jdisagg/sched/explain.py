@@ -115,7 +115,7 @@ class Explainer:
 
     def _forking(self, sequence: Sequence) -> Wait:
         """A choice without memory: `Starter._fork`."""
-        donor = self._table.groups.donor(sequence)
+        donor = self._donors.get(sequence.request_id)
         if donor is None or donor.slot in {step.slot for step in (*self._plan.prefill, *self._plan.admit)}:
             return Wait(Cause.SIBLING, "the prompt it shares with its siblings was not in memory yet")
         if (wait := self._preemption() or self._margin()) is not None:
@@ -215,7 +215,7 @@ class Explainer:
         """The first of those that could go and have to wait, and what is said to all whose turn comes after. Choices with a
         sibling to fork from come before all others."""
         queues = self._table.queues
-        forking = (s for s in queues[Status.FORKING] if self._table.groups.donor(s) is not None)
+        forking = (s for s in queues[Status.FORKING] if s.request_id in self._donors)
         open_ones = [s for s in queues[Status.PREALLOC] if s.wait.is_open]
         for first in chain(forking, sorted([*open_ones, *queues[Status.WAITING]], key=lambda s: s.order)):
             is_local = first.status is Status.WAITING
@@ -224,6 +224,10 @@ class Explainer:
             if (short := self._shortage(first)) is not None:
                 return first, Wait(Cause.ORDER, f"behind request {first.request_id}, {short}", first.request_id)
         return None
+
+    @cached_property
+    def _donors(self) -> dict[str, Sequence]:
+        return self._table.groups.donors(self._table.queues[Status.FORKING])
 
     @cached_property
     def _promised_pages(self) -> int:

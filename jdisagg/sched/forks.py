@@ -55,29 +55,20 @@ class ForkGroups:
         others = (s for s in members if s.status is not Status.FORKING)
         return None if any(_shares_prompt(s.request, heir.request) for s in others) else heir
 
-    def donor(self, child: Sequence) -> Sequence | None:
-        """A sibling in whose pages all of the prompt but its last token is written, or will be by a dispatched step."""
-        return _first_donor(child, self._with_pages(child.request.fork_group))
-
     def donors(self, children: Iterable[Sequence]) -> dict[str, Sequence]:
-        """The donor of each that has one, by request id."""
+        """Of each that has one, by request id, a sibling in whose pages all of the prompt but its last token is written, or
+        will be by a dispatched step."""
         found: dict[str, Sequence] = {}
         with_pages: dict[str, list[Sequence]] = {}  # looked for once per group, however many of it wait
         for child in children:
             group = child.request.fork_group
             if group not in with_pages:
-                with_pages[group] = self._with_pages(group)
-            if (donor := _first_donor(child, with_pages[group])) is not None:
+                with_pages[group] = [s for s in self._members[group] if s.status in (Status.RUNNING, Status.READY)]
+            wanted = len(child.request.prompt_token_ids) - 1
+            ready = (s for s in with_pages[group] if s.num_scheduled >= wanted)
+            if (donor := next((s for s in ready if _shares_prompt(s.request, child.request)), None)) is not None:
                 found[child.request_id] = donor
         return found
-
-    def _with_pages(self, group: str) -> list[Sequence]:
-        return [s for s in self._members[group] if s.status in (Status.RUNNING, Status.READY)]
-
-
-def _first_donor(child: Sequence, siblings: list[Sequence]) -> Sequence | None:
-    wanted = len(child.request.prompt_token_ids) - 1
-    return next((s for s in siblings if s.num_scheduled >= wanted and _shares_prompt(s.request, child.request)), None)
 
 
 def _shares_prompt(one: EngineRequest, other: EngineRequest) -> bool:

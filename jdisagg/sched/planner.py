@@ -35,7 +35,8 @@ class Planner:
         self._table.preempted.clear()
         reads = self._config.max_num_kv_read_tokens or float("inf")
         draft = Draft(self._config.max_num_batched_tokens, reads, num_steps=self._num_steps(reads))
-        donors = self._starter.donors() if self._table.queues[Status.FORKING] else {}
+        # before the step is drafted: pages are copied before its chunks are computed
+        donors = self._table.groups.donors(self._table.queues[Status.FORKING])
         if self._limits.role is Role.PREFILL:
             self._rows.plan_chunks(draft)
         elif self._config.scheduling_policy == "prefill-first":

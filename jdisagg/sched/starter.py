@@ -29,13 +29,9 @@ class Starter:
         self._config = config
         self._eos = eos_token_ids
 
-    def donors(self) -> dict[str, Sequence]:
-        """For each sequence that waits to fork, the sibling it can fork from: to be asked before a step is drafted, since
-        pages are copied before the chunks of the same step are computed."""
-        return self._table.groups.donors(self._table.queues[Status.FORKING])
-
     def start(self, draft: Draft, donors: dict[str, Sequence]) -> None:
-        """Let in whoever can go. After a preemption nobody new may take what was just freed."""
+        """Let in whoever can go; `donors`: whom those that wait to fork can fork from, by request id. After a preemption nobody
+        new may take what was just freed."""
         if self._table.preempted:
             return
         blocked: list[Sequence] = []
