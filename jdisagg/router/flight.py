@@ -44,6 +44,8 @@ class Flight:
         self._delivered: list[int] = []
         self._recoveries = _Recoveries()
         self._sent_prompt_logprobs = False
+        self._cached_tokens = 0  # of the prompt, as told last
+        self._most_cached_tokens = len(request.prompt_token_ids)  # behind a replay what it computed itself is in a cache, too
 
     @property
     def num_delivered(self) -> int:
@@ -95,6 +97,8 @@ class Flight:
         self.attempt += 1
         if self.is_untouched:
             self.fingerprint, self.bits = None, ""
+        else:
+            self._most_cached_tokens = self._cached_tokens
         self._recoveries = _Recoveries(earlier=(*self._recoveries.earlier, *self._recoveries.latest, "replay"))
         self.events.clear()
 
@@ -114,6 +118,7 @@ class Flight:
     def accept(self, output: Output) -> Output:
         """Note what is delivered; returns it as the client should see it: one attempt, nothing twice."""
         self._delivered.extend(output.token_ids)
+        self._cached_tokens = cached_tokens = min(output.cached_tokens, self._most_cached_tokens)
         rest = output.finish, output.error, output.prompt_logprobs, output.provenance
         if rest == _NOTHING:  # as in most of them, which take a third of the time so
             return Output(
@@ -121,7 +126,7 @@ class Flight:
                 attempt=self.request.attempt,
                 token_ids=output.token_ids,
                 logprobs=output.logprobs,
-                cached_tokens=min(output.cached_tokens, len(self.request.prompt_token_ids)),
+                cached_tokens=cached_tokens,
                 fingerprint=self.fingerprint,
             )
         self.finished = output.finish is not None
@@ -131,7 +136,7 @@ class Flight:
             output,
             attempt=self.request.attempt,
             prompt_logprobs=prompt_logprobs,
-            cached_tokens=min(output.cached_tokens, len(self.request.prompt_token_ids)),
+            cached_tokens=cached_tokens,
             provenance=self._provenance(output),
             fingerprint=self.fingerprint,
         )

@@ -43,3 +43,18 @@ def test_no_more_tokens_count_as_cached_than_the_prompt_has() -> None:
     for finish in (None, FinishReason.LENGTH):
         flight = Flight(request("r", prompt=(1, 2, 3)))
         assert flight.accept(Output(request_id="r", token_ids=(7,), cached_tokens=9, finish=finish)).cached_tokens == 3
+
+
+def test_what_a_replay_finds_of_its_own_prompt_counts_as_cached_no_more_than_before() -> None:
+    for told in (0, 2):
+        flight = Flight(request("r", prompt=(1, 2, 3)))
+        assert flight.accept(Output(request_id="r", token_ids=(7,), cached_tokens=told)).cached_tokens == told
+        for finish in (None, FinishReason.LENGTH):
+            flight.replay()
+            assert flight.accept(Output(request_id="r", token_ids=(7,), cached_tokens=3, finish=finish)).cached_tokens == told
+
+
+def test_a_replay_of_what_has_not_begun_tells_what_it_found() -> None:
+    flight = Flight(request("r", prompt=(1, 2, 3)))
+    flight.replay()
+    assert flight.accept(Output(request_id="r", token_ids=(7,), cached_tokens=2)).cached_tokens == 2
