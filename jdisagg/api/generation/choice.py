@@ -259,5 +259,7 @@ class Transcript:
     @property
     def usage(self) -> Usage:
         """Counts so far; a prompt counts once however many choices it has."""
-        cached = sum(choice.cached_tokens for choice in self.choices[:: self._n])
+        of_prompts = (self.choices[begin : begin + self._n] for begin in range(0, len(self.choices), self._n))
+        # the choice that came to a worker first found what was cached; its siblings may find all of the prompt
+        cached = sum(min(choice.cached_tokens for choice in choices) for choices in of_prompts)
         return Usage(self._num_prompt_tokens, self._completion_tokens, cached)

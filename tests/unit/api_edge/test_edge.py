@@ -10,7 +10,7 @@ from time import monotonic
 
 import pytest
 
-from jdisagg.api.generation.choice import ChoiceText, Transcript
+from jdisagg.api.generation.choice import ChoiceText, Delta, Transcript, Usage
 from jdisagg.api.generation.context_length import ContextLengthExceeded
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import TextRequest
@@ -239,3 +239,11 @@ def test_the_text_of_a_stop_token_is_never_shown(tokenizer: Tokenizer, special: 
     transcript = Transcript(1, n=1, num_prompt_tokens=1)
     transcript.add(delta)
     assert transcript.is_finished
+
+
+def test_a_prompt_counts_as_cached_as_far_as_the_choice_that_came_first_found_it_wherever_that_stands() -> None:
+    for found in ((0, 8), (8, 0), (4, 8), (8, 4)):  # whoever computed it had none of it, or half; its sibling finds it all
+        transcript = Transcript(4, n=2, num_prompt_tokens=18)
+        for index, cached_tokens in enumerate((*found, 9, 9)):
+            transcript.add(Delta(index=index, token_ids=(7,), cached_tokens=cached_tokens))
+        assert transcript.usage == Usage(18, 4, min(found) + 9)
