@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from http import HTTPStatus
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -32,6 +33,14 @@ from jdisagg.core.values import keys_of
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
+_MEANT = (  # ends of paths, and the path that serves what is asked for there
+    ("/chat/completions", "/v1/chat/completions"),
+    ("/responses", "/v1/chat/completions"),
+    ("/completions", "/v1/completions"),
+    ("/models", "/v1/models"),
+    ("/tokenize", "/tokenize"),
+    ("/detokenize", "/detokenize"),
+)
 _GUARDED = ("/v1/", "/tokenize", "/detokenize")
 
 
@@ -135,9 +144,20 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    response = plain_error(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
+    hint = _meant(request) if error.status_code == HTTPStatus.NOT_FOUND else ""
+    response = plain_error(error.status_code, f"{error.detail}: {request.method} {request.url.path}{hint}")
     response.headers.update(error.headers or {})
     return response
+
+
+def _meant(request: Request) -> str:
+    """The path that a client may mean whose base URL has no /v1, or two, or that speaks a newer API; "" = who knows."""
+    path = request.url.path.rstrip("/")
+    served = {route.path for route in request.app.routes if isinstance(route, Route)}
+    for end, meant in _MEANT:
+        if meant in served and path.endswith(end) and request.url.path != meant:
+            return f"; use {meant}"
+    return ""
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from jdisagg.api.http import body, protocol
+from jdisagg.api.http.app import make_app
 from jdisagg.core.json_depth import MAX_DEPTH
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, run, serving
@@ -166,6 +167,37 @@ def test_every_bad_field_is_named(tokenizer: Tokenizer) -> None:
             too_long = await http.post("/v1/completions", json=GOOD | {"prompt": [3] * 300})
             assert too_long.json()["error"]["code"] == "context_length_exceeded"
             assert "maximum context length is 200 tokens" in too_long.json()["error"]["message"]
+
+    run(check())
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),  # a base URL without /v1
+        ("/v1/v1/completions", "/v1/completions"),  # or with two
+        ("/v1/chat/completions/", "/v1/chat/completions"),
+        ("/v1/responses", "/v1/chat/completions"),
+        ("/models", "/v1/models"),
+        ("/v1/tokenize", "/tokenize"),
+    ],
+)
+def test_who_asks_at_a_path_beside_one_that_is_served_is_told_that(tokenizer: Tokenizer, asked: str, meant: str) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            answer = await http.post(asked, json=GOOD)
+            assert (answer.status_code, answer.json()["error"]["message"]) == (404, f"Not Found: POST {asked}; use {meant}")
+            assert (await http.get("/nowhere")).json()["error"]["message"] == "Not Found: GET /nowhere"
+
+    run(check())
+
+
+def test_a_process_without_completions_sends_nobody_to_those(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        app = make_app(None, FakeEngine(tokenizer, "fox"), lambda: "")
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as http:
+            assert (await http.get("/v1/models")).json()["error"]["message"] == "Not Found: GET /v1/models"
+            assert (await http.get("/models")).json()["error"]["message"] == "Not Found: GET /models"
 
     run(check())
 
