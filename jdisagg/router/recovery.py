@@ -134,7 +134,8 @@ class Replays:
             self._metrics.fleet.quarantined.inc()
             raise Quarantined(
                 f"request {request_id}: in flight when {flight.setbacks.deaths} workers went down "
-                f"(last: {lost.error.message}); not tried again"
+                f"(last: {lost.error.message}); not tried again, and it and its prompt are refused here for "
+                f"{self._config.quarantine_s:.0f} s"
             )
         error = flight.setbacks.refused(lost.error) if isinstance(lost.error, Overloaded) else lost.error
         was_accepted = flight.setbacks.deaths and flight.is_untouched  # by a worker that is gone; the others get fuller

@@ -28,6 +28,7 @@ def test_a_request_seen_at_two_deaths_is_aborted_and_quarantined(caplog):
         await task
         assert isinstance(outputs[-1].error, HandoffLost)
         assert "2 workers went down" in outputs[-1].error.message
+        assert outputs[-1].error.message.endswith("; not tried again, and it and its prompt are refused here for 60 s")
         (told,) = [record.getMessage() for record in caplog.records if "not replayed; stage " in record.getMessage()]
         assert "in flight when 2 workers went down (last: " in told, "the log says why it is not tried again"
         (survivor,) = workers
