@@ -16,14 +16,17 @@ _CODES: dict[type[JdisaggError], str] = {
     ModelNotFound: "model_not_found",
     Unauthenticated: "invalid_api_key",
 }
+_DEADLINES = "; a deadline is the request's timeout_s, and at most --default-deadline-s of the server"
 # OpenAI's clients would by themselves have it computed three times, or end three times as many workers
 _NOT_AGAIN = (DeadlineExceeded, Quarantined)
 
 
 def error_object(error: JdisaggError) -> dict[str, Any]:
     """`{"error": {message, type, param, code}}`."""
-    code = _CODES.get(type(error))
-    return {"error": {"message": shown(error.message), "type": error.kind, "param": error.field, "code": code}}
+    code, message = _CODES.get(type(error)), shown(error.message)
+    if isinstance(error, DeadlineExceeded):
+        message += _DEADLINES
+    return {"error": {"message": message, "type": error.kind, "param": error.field, "code": code}}
 
 
 def error_response(error: JdisaggError) -> JSONResponse:

@@ -343,6 +343,7 @@ def test_a_client_does_not_repeat_what_its_deadline_ended(tokenizer: Tokenizer, 
             with pytest.raises(openai.InternalServerError) as late:
                 await client.completions.create(model="tiny", prompt="the", stream=stream)
             assert late.value.status_code == 504
+            assert "the deadline passed; a deadline is the request's timeout_s, and at most --default" in late.value.message
             assert len(engine.requests) == 1
             engine.failure = (0, HandoffLost("the KV is lost"))
             with pytest.raises(openai.InternalServerError):
