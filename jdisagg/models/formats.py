@@ -23,8 +23,6 @@ def choose_format(wanted: str, directory: Path) -> str:
     present = {"safetensors": has_safetensors(directory), "orbax": has_orbax(directory), "dummy": True}
     if wanted == "auto":
         wanted = "orbax" if present["orbax"] and not present["safetensors"] else "safetensors"
-    if wanted not in present:
-        raise ConfigError(f"--load-format is {wanted!r}, wanted auto | safetensors | orbax | dummy", field="load_format")
     if not present[wanted]:
         check_whole(directory)
         others = sorted(file.name for pattern in _OTHERS for file in directory.glob(pattern))

@@ -130,9 +130,6 @@ def test_an_orbax_checkpoint_may_lie_in_a_directory_of_any_name(name: str, model
     ("options", "message"),
     [
         ({"tp": 8}, "--tensor-parallel-size is 8, wanted a divisor of num_attention_heads = 4"),
-        ({"dtype": "int8"}, "--dtype is 'int8', wanted auto"),
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype is 'fp8', wanted auto"),
-        ({"load_format": "gguf"}, "--load-format is 'gguf', wanted auto"),
         ({"load_format": "orbax"}, "holds no orbax weights"),
         ({"max_model_len": 65}, "--max-model-len is 65, wanted at most 64"),
     ],
