@@ -94,19 +94,21 @@ def _stored(path: Path) -> dict[str, Any]:
     try:
         ts.KvStore.open(_database(path)).result().list().result()
     except (ValueError, OSError) as error:
-        first = str(error).partition("\n")[0]
-        raise ConfigError(f"{path}: not readable as an Orbax checkpoint: {first}; convert again", field="model") from error
+        raise _unreadable(path, str(error).partition("\n")[0]) from error
     with ocp.PyTreeCheckpointer() as checkpointer:
         try:
             metadata = checkpointer.metadata(path).item_metadata
         except (TypeError, ValueError, OSError) as error:
-            raise ConfigError(f"{path}: not readable as an Orbax checkpoint: {error}; convert again", field="model") from error
+            raise _unreadable(path, str(error)) from error
         except (AttributeError, LookupError) as error:  # JSON, but not what Orbax writes
-            message = f"{path}: not readable as an Orbax checkpoint: its _METADATA lists no tensors; convert again"
-            raise ConfigError(message, field="model") from error
+            raise _unreadable(path, "its _METADATA lists no tensors") from error
     if metadata is None or not isinstance(metadata.tree, dict):
-        raise ConfigError(f"{path}: not readable as an Orbax checkpoint: no tensors listed; convert again", field="model")
+        raise _unreadable(path, "no tensors listed")
     return metadata.tree
+
+
+def _unreadable(path: Path, why: str) -> ConfigError:
+    return ConfigError(f"{path}: not readable as an Orbax checkpoint: {why}; convert again", field="model")
 
 
 def _check(path: Path, spec: ModelSpec, stored: dict[str, Any]) -> None:
