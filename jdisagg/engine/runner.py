@@ -115,42 +115,42 @@ class ModelRunner:
             sampled = advance(handle.places, sampled)
         return StepResult(step_id=handle.step_id, sampled=sampled, prompt_logprobs=prompts)
 
-    def export_tokens(self, page_table: PageTable, begin: int, end: int, group: int = 0) -> Piece:
+    def export_tokens(self, page_table: PageTable, begin: int, end: int) -> Piece:
         """Gather KV of tokens [begin, end), at most `chunk_tokens`, into fresh arrays, ordered after dispatched steps."""
-        rows = self.device.export(self._where(page_table, begin, end, group))
-        return Piece(begin=begin, end=end, data=rows.data, scales=rows.scales, group=group)
+        rows = self.device.export(self._where(page_table[0], begin, end))
+        return Piece(begin=begin, end=end, data=rows.data, scales=rows.scales)
 
     def import_tokens(self, page_table: PageTable, piece: Piece) -> None:
         """Scatter a confirmed piece into the pages of `page_table`, ordered before every later step."""
         wanted, got = self.device.shape.chunk_tokens, piece.data.shape[1]
         assert got == wanted, f"a piece of {got} tokens, wanted {wanted}: pad it to --transfer-chunk-tokens before import"
         rows = KVGroup(piece.data, piece.scales)
-        self.device.import_piece(rows, self._where(page_table, piece.begin, piece.end, piece.group))
+        self.device.import_piece(rows, self._where(page_table[piece.group], piece.begin, piece.end))
 
     def _copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Copy whole pages, as many tokens at a time as a piece holds."""
         sources, targets = tuple(copy.source for copy in copies), tuple(copy.target for copy in copies)
         for begin, end in self._pieces(len(copies) * self.page_size):
-            rows = self.device.export(self._where((sources,), begin, end, 0))
-            self.device.import_piece(rows, self._where((targets,), begin, end, 0))
+            rows = self.device.export(self._where(sources, begin, end))
+            self.device.import_piece(rows, self._where(targets, begin, end))
 
     def _offload(self, copy: HostCopy) -> None:
         ends = self._pieces(copy.num_tokens)
-        pieces = [self.device.export(self._where(copy.page_table, *end, 0)) for end in ends]
+        pieces = [self.device.export(self._where(copy.page_table[0], *end)) for end in ends]
         self._host.keep(copy.key, pieces, copy.num_tokens)
 
     def _restore(self, copy: HostCopy) -> None:
         for (begin, end), piece in zip(self._pieces(copy.num_tokens), self._host.take(copy.key), strict=True):
             on_device = jax.device_put(piece, self.device.piece_sharding)
-            self.device.import_piece(on_device, self._where(copy.page_table, begin, end, 0))
+            self.device.import_piece(on_device, self._where(copy.page_table[0], begin, end))
 
     def _pieces(self, num_tokens: int) -> list[tuple[int, int]]:
         """Token ranges [begin, end) of at most a piece each."""
         begins = range(0, num_tokens, self.chunk_tokens)
         return [(begin, min(begin + self.chunk_tokens, num_tokens)) for begin in begins]
 
-    def _where(self, page_table: PageTable, begin: int, end: int, group: int) -> np.ndarray:
-        return token_index(page_table[group], begin, end, page_size=self.page_size, width=self.chunk_tokens)
+    def _where(self, pages: Sequence[int], begin: int, end: int) -> np.ndarray:
+        return token_index(pages, begin, end, page_size=self.page_size, width=self.chunk_tokens)
 
     def _admit(self, admits: Sequence[Admit]) -> None:
         shape = self.device.shape

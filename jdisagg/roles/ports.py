@@ -26,7 +26,7 @@ class Runner(Protocol):
         """Wait for a dispatched step and read its tokens."""
         ...
 
-    def export_tokens(self, page_table: PageTable, begin: int, end: int, group: int = 0) -> Piece:
+    def export_tokens(self, page_table: PageTable, begin: int, end: int) -> Piece:
         """Gather KV of tokens [begin, end) (at most `chunk_tokens`) into a fresh array, ordered after every dispatched step."""
         ...
 

@@ -47,10 +47,10 @@ class FakeRunner:
         self.device.known(handle)
         return handle
 
-    def export_tokens(self, page_table: PageTable, begin: int, end: int, group: int = 0) -> Piece:
+    def export_tokens(self, page_table: PageTable, begin: int, end: int) -> Piece:
         assert 0 < end - begin <= CHUNK_TOKENS
         cells = self.device.pages.take(page_table[0], end)[begin:]
-        return Piece(begin=begin, end=end, data=cast(Any, cells), group=group)
+        return Piece(begin=begin, end=end, data=cast(Any, cells))
 
     def import_tokens(self, page_table: PageTable, piece: Piece) -> None:
         for position, cell in enumerate(cast(Any, piece.data), start=piece.begin):
