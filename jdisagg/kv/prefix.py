@@ -25,11 +25,11 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._page_of)
 
-    def keys(self, token_ids: Sequence[int], salt: str = "", known: Sequence[bytes] = ()) -> list[bytes]:
-        """Keys of all full pages of `token_ids`; `known` are those of the leading pages, hashed before."""
-        keys = list(known)
-        parent = keys[-1] if keys else self.root_key(salt)
-        for start in range(len(keys) * self._page_size, len(token_ids) - self._page_size + 1, self._page_size):
+    def keys(self, token_ids: Sequence[int], salt: str = "") -> list[bytes]:
+        """Keys of all full pages of `token_ids`."""
+        keys: list[bytes] = []
+        parent = self.root_key(salt)
+        for start in range(0, len(token_ids) - self._page_size + 1, self._page_size):
             parent = self.next_key(parent, token_ids[start : start + self._page_size])
             keys.append(parent)
         return keys
