@@ -21,11 +21,11 @@ Carry = tuple[KVGroup, jax.Array]  # the cache group and the residual stream
 
 
 def forward(
-    params: Params, spec: ModelSpec, kv: KV, batch: TokenBatch, ops: AttentionOps, *, layer_loop: LayerLoop = LayerLoop.AUTO
+    params: Params, spec: ModelSpec, kv: KV, batch: TokenBatch, ops: AttentionOps, *, layer_loop: LayerLoop
 ) -> tuple[KV, jax.Array]:
     """Write the KV of all tokens and return (kv, hidden [T, E] after the last norm).
 
-    SCAN wants the layers stacked (`stacking.stack_layers`) and one window for all of them; AUTO means UNROLLED.
+    SCAN wants the layers stacked (`stacking.stack_layers`) and one window for all of them.
     """
     with jax.named_scope("embed"):
         x = jnp.take(params["embed_tokens"]["embedding"], batch.token_ids, axis=0)
