@@ -7,6 +7,8 @@ no bytes to check: `checksum` is 0.
 
 from __future__ import annotations
 
+from functools import partial
+
 from jdisagg.handoff.messages import ChunkReady, HandoffId
 from jdisagg.kv.group import KVGroup
 from jdisagg.transfer.base import Piece, Post, Published
@@ -50,29 +52,23 @@ class DevicePutPublisher:
 def device_put_fetcher(publisher: DevicePutPublisher, target: PieceTarget, post: Post, example: KVGroup) -> LaneFetcher:
     """D's half. Copies `example`, arrays that lie like P's pieces, at once: one device to many compiles a slicing program."""
     target.place(example)
-    return LaneFetcher("device_put", _Copies(publisher, target).obtain, post)
+    return LaneFetcher("device_put", partial(_obtain, publisher, target), post)
 
 
-class _Copies:
-    """Pieces of a publisher in this process."""
+def _obtain(publisher: DevicePutPublisher, target: PieceTarget, job: FetchJob) -> Piece:
+    ready = job.ready
+    piece = publisher.get(ready.key)
+    if piece is None:
+        raise PieceError("unknown_key", f"no piece {ready.key!r} here: acknowledged, or its lease is over")
+    target.check(ready)
+    rows = KVGroup(piece.data, piece.scales) if target.fits(piece) else _reshaped(piece, target, ready)
+    return target.arrived(ready, rows)
 
-    def __init__(self, publisher: DevicePutPublisher, target: PieceTarget) -> None:
-        self._publisher = publisher
-        self._target = target
 
-    def obtain(self, job: FetchJob) -> Piece:
-        ready = job.ready
-        piece = self._publisher.get(ready.key)
-        if piece is None:
-            raise PieceError("unknown_key", f"no piece {ready.key!r} here: acknowledged, or its lease is over")
-        self._target.check(ready)
-        rows = KVGroup(piece.data, piece.scales) if self._target.fits(piece) else self._reshaped(piece, ready)
-        return self._target.arrived(ready, rows)
-
-    def _reshaped(self, piece: Piece, ready: ChunkReady) -> KVGroup:
-        """Another chunk size or dtype: through the host, where nothing compiles."""
-        try:
-            data = pack(piece)
-        except RuntimeError as error:
-            raise PieceError("device", str(error)) from error
-        return self._target.unpack(data, ready)
+def _reshaped(piece: Piece, target: PieceTarget, ready: ChunkReady) -> KVGroup:
+    """Another chunk size or dtype: through the host, where nothing compiles."""
+    try:
+        data = pack(piece)
+    except RuntimeError as error:
+        raise PieceError("device", str(error)) from error
+    return target.unpack(data, ready)
