@@ -6,7 +6,6 @@ peer. A job that raises fails its piece alone; the thread goes on.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import queue
 import threading
@@ -107,9 +106,8 @@ class LaneFetcher:
         self._on_end = on_end
         self._lanes: dict[str, Lane] = {}  # longest unused first
         self._lock = threading.Lock()  # of these: whoever finds a lane submits to it before it can end
-        self._jobs: dict[int, FetchJob] = {}  # written here, popped by lanes: single dict operations only
-        self._of_peer: dict[str, deque[FetchJob]] = {}  # the same for each lane, in its order; there as long as that is
-        self._ids = itertools.count()
+        self._jobs: dict[str, deque[FetchJob]] = {}  # by peer, in the order of its lane; there as long as that is. Written
+        # here, popped by lanes: single operations only
         self._closed = False
 
     def fetch(self, handoff: HandoffId, peer: str, ready: ChunkReady, deadline_s: float) -> None:
@@ -117,27 +115,25 @@ class LaneFetcher:
         if self._closed:
             self._post(PieceFailed(handoff=handoff, ready=ready, reason="connection", detail="the fetcher is closed"))
             return
-        job_id, job = next(self._ids), FetchJob(handoff, peer, ready, deadline_s)
-        self._jobs[job_id] = job
+        job = FetchJob(handoff, peer, ready, deadline_s)
         try:
             with self._lock:
                 lane = self._lane(peer)
-                self._of_peer.setdefault(peer, deque()).append(job)
-                lane.submit(lambda: self._run(job_id, job))
+                self._jobs.setdefault(peer, deque()).append(job)
+                lane.submit(partial(self._run, job))
         except RuntimeError as error:  # no thread is left
-            del self._jobs[job_id]
             self._post(PieceFailed(handoff=handoff, ready=ready, reason="connection", detail=str(error)))
 
     def cancel(self, handoff: HandoffId) -> None:
         """Drop the results of every fetch of `handoff` that has not been posted yet."""
-        for job in list(self._jobs.values()):
+        for job in self._unfinished():
             if job.handoff == handoff:
                 job.cancelled = True
 
     def behind(self, job: FetchJob) -> Iterator[FetchJob]:
         """The fetches from the job's peer that wait for it, in order; none for one that does not run. For its own lane, and
         lanes that wait look often: no more are walked than it takes, and none of other peers."""
-        queued = self._of_peer.get(job.peer)
+        queued = self._jobs.get(job.peer)
         if queued and queued[0] is job:
             for index in range(1, len(queued)):  # by index: meanwhile there may be new ones
                 yield queued[index]
@@ -145,12 +141,12 @@ class LaneFetcher:
     @property
     def num_jobs(self) -> int:
         """Fetches queued or under way."""
-        return len(self._jobs)
+        return len(self._unfinished())
 
     def close(self) -> None:
         """Cancel everything and end the threads."""
         self._closed = True
-        for job in list(self._jobs.values()):
+        for job in self._unfinished():
             job.cancelled = True
         with self._lock:
             lanes, self._lanes = self._lanes, {}
@@ -159,6 +155,9 @@ class LaneFetcher:
             lane.stop()
         for lane in lanes.values():
             lane.join(CLOSE_TIMEOUT_S)
+
+    def _unfinished(self) -> list[FetchJob]:
+        return [job for queued in list(self._jobs.values()) for job in list(queued)]
 
     def _lane(self, peer: str) -> Lane:
         """The peer's, started if there is none."""
@@ -179,15 +178,14 @@ class LaneFetcher:
             lane = self._lanes.get(peer)
             if lane is not None and not lane.has_jobs:
                 del self._lanes[peer]
-                self._of_peer.pop(peer, None)
+                self._jobs.pop(peer, None)
                 lane.stop()
 
-    def _run(self, job_id: int, job: FetchJob) -> None:
+    def _run(self, job: FetchJob) -> None:
         try:
             event = None if job.cancelled else self._outcome(job)
         finally:
-            self._jobs.pop(job_id, None)
-            self._of_peer[job.peer].popleft()
+            self._jobs[job.peer].popleft()
         if event is not None and not job.cancelled:
             self._post(event)
 

@@ -35,7 +35,7 @@ def renamed(ready: ChunkReady, uuid: str) -> ChunkReady:
 
 def queued(rig: Rig) -> list[FetchJob]:
     assert isinstance(rig.fetcher, LaneFetcher)
-    return list(rig.fetcher._jobs.values())
+    return rig.fetcher._unfinished()
 
 
 def wait_until(holds: Callable[[], object]) -> None:
