@@ -171,12 +171,15 @@ class LaneFetcher:
         return lane
 
     def _leave(self, peer: str) -> None:
-        """On the peer's lane: end it, unless there is a new fetch. The connection goes first, so that the peer's next lane
-        finds nothing of this one."""
-        self._on_end(peer)
+        """On the peer's lane: end it, unless there is a new fetch, which may have begun over the connection already. That goes
+        first, so that the peer's next lane finds nothing of this one."""
         with self._lock:
             lane = self._lanes.get(peer)
-            if lane is not None and not lane.has_jobs:
+            if lane is None or lane.has_jobs:
+                return
+        self._on_end(peer)
+        with self._lock:
+            if self._lanes.get(peer) is lane and not lane.has_jobs:
                 del self._lanes[peer]
                 self._jobs.pop(peer, None)
                 lane.stop()

@@ -62,6 +62,30 @@ def test_more_peers_than_threads_may_wait_end_those_that_were_unused_longest(mon
     fetches.close()
 
 
+def test_a_peer_that_had_to_make_room_keeps_its_connection_while_there_are_fetches_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The one that waits may have begun over it."""
+    monkeypatch.setattr(lanes, "MAX_LANES", 1)
+    stuck, posted, done = threading.Event(), queue.SimpleQueue[str](), list[str]()
+
+    def obtain(job: FetchJob) -> Piece:
+        if job.handoff.request_id == "first":
+            assert_set(stuck)
+        done.append(job.handoff.request_id)
+        return NOTHING
+
+    fetches = LaneFetcher("test", obtain, lambda event: posted.put(event.handoff.request_id), on_end=done.append)
+    fetches.fetch(HandoffId("first", 0), "p:1", READY, float("inf"))
+    fetches.fetch(HandoffId("elsewhere", 0), "q:1", READY, float("inf"))  # p:1 has to go, once it is through
+    assert posted.get(timeout=30.0) == "elsewhere"
+    fetches.fetch(HandoffId("second", 1), "p:1", READY, float("inf"))
+    stuck.set()
+    assert [posted.get(timeout=30.0), posted.get(timeout=30.0)] == ["first", "second"]
+    assert done == ["elsewhere", "first", "second"]
+    fetches.close()
+
+
 def test_an_idle_lane_lets_go_of_its_peer_before_that_gets_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its end must not take the connection that the next lane has made; a fetch that comes meanwhile is not lost."""
     monkeypatch.setattr(lanes, "IDLE_S", 0.05)
