@@ -16,7 +16,6 @@ from chaos_kit.stream import Stream
 REACH_S = 8.0
 WHOLE_S = 90.0
 FROZEN_LEAST_S, FROZEN_MOST_S, FROZEN_ROUTER_S = 1.5, 6.0, 3.0  # beyond the silence that makes a peer dead
-SLOW_BYTES_PER_S = 2**16  # a piece takes about three seconds
 
 
 class Victim(Enum):
@@ -137,7 +136,6 @@ class Act:
     def _set_weather(self, weather: Weather) -> None:
         for member in self._fleet.prefill:
             assert member.proxy is not None
-            member.proxy.slow_bytes_per_s = SLOW_BYTES_PER_S
             member.proxy.set_weather(weather)
 
     # --- the blow and after
@@ -173,7 +171,7 @@ class Act:
     async def heal(self) -> None:
         """Start what was killed, thaw what is frozen, end what still runs."""
         if self.struck is not None and not self.struck.up:  # killed; the process may take a moment to be gone
-            await self._fleet.restart(self.struck, Member.kill)
+            await self._fleet.restart(self.struck)
         elif self.struck is not None and self.struck.frozen:
             self.struck.thaw()
         await asyncio.gather(*self._tasks)

@@ -12,9 +12,8 @@ from typing import Any
 
 import httpx
 
-from chaos_kit.catalogue import LOWEST_TOKEN, Entry
+from chaos_kit.catalogue import LOWEST_TOKEN, VOCAB, Entry
 from chaos_kit.outcome import flaw_of
-from chaos_kit.stages import VOCAB
 
 LIMIT_S = 60.0  # of one answer; later is a hang
 _KINDS: tuple[dict[str, Any], ...] = (

@@ -10,7 +10,8 @@ from typing import Any
 from jdisagg.core.requests import GrammarKind
 from jdisagg.v1 import common_pb2
 
-LOWEST_TOKEN = 16  # below are special tokens
+LOWEST_TOKEN, VOCAB = 16, 1024  # below are special tokens; as every model that is asked has at least
+MAX_MODEL_LEN = 256
 PLAIN_SHARE = 0.3  # greedy, one choice, nothing else: what another implementation can answer, too
 GRAMMAR_SHARE = 0.2  # of the others
 
@@ -52,22 +53,22 @@ class Entry:
         return self.sampling["max_tokens"]
 
 
-def make_catalogue(count: int, *, vocab_size: int, max_model_len: int) -> list[Entry]:
+def make_catalogue(count: int) -> list[Entry]:
     """Prompts from one token to nearly the most, some with shared beginnings; greedy, sampled, penalties, n of 1 to 4."""
     rng = random.Random(11)
 
     def tokens(number: int) -> tuple[int, ...]:
-        return tuple(rng.randrange(LOWEST_TOKEN, vocab_size) for _ in range(number))
+        return tuple(rng.randrange(LOWEST_TOKEN, VOCAB) for _ in range(number))
 
-    heads = [tokens(max_model_len // 3) for _ in range(3)]
+    heads = [tokens(MAX_MODEL_LEN // 3) for _ in range(3)]
     entries: list[Entry] = []
     for number in range(count):
         max_tokens = rng.choice((1, 4, 16, 32, 64))
-        length = rng.randint(1, max_model_len // 3)
+        length = rng.randint(1, MAX_MODEL_LEN // 3)
         if number % 10 == 7:
-            length = max_model_len - max_tokens - rng.randrange(8)
+            length = MAX_MODEL_LEN - max_tokens - rng.randrange(8)
         head = rng.choice(heads)[: rng.choice((16, 32, 64))] if number % 3 == 2 else ()
-        prompt = (*head, *tokens(length))[: max_model_len - max_tokens]
+        prompt = (*head, *tokens(length))[: MAX_MODEL_LEN - max_tokens]
         sampling: dict[str, Any] = {"max_tokens": max_tokens, "seed": rng.randrange(2**31), "temperature": 0.0}
         n = 1
         is_plain = rng.random() < PLAIN_SHARE

@@ -12,12 +12,13 @@ from time import monotonic
 import httpx
 from fleet_process import free_port
 
-from chaos_kit.member import Member
+from chaos_kit.catalogue import MAX_MODEL_LEN
+from chaos_kit.member import Member, kill_all
 from chaos_kit.proxy import Connection, Proxy
 
 WATCH_S = 0.05
 SIZES = (
-    *("--max-model-len", "256", "--page-size", "16", "--max-num-seqs", "8"),
+    *("--max-model-len", str(MAX_MODEL_LEN), "--page-size", "16", "--max-num-seqs", "8"),
     *("--max-num-batched-tokens", "64", "--transfer-chunk-tokens", "32", "--lease-s", "4"),
 )
 PREFILL_PAGES, DECODE_PAGES = 97, 81  # small: prompts wait
@@ -112,9 +113,8 @@ class Fleet:
         self._tasks.append(asyncio.create_task(self._supervise()))
 
     def _member(self, name: str, proxy: Proxy | None, *flags: str) -> Member:
-        env = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-        if self.plan.scarce:  # else glibc keeps the largest buffer of a step for each thread that ever ran one, and RSS with it
-            env["MALLOC_MMAP_THRESHOLD_"] = str(2**20)
+        # Else glibc keeps the largest buffer of a step for each thread that ever ran one, and RSS with it.
+        env = {"MALLOC_MMAP_THRESHOLD_": str(2**20)} if self.plan.scarce else None
         return Member(name, *flags, directory=self._directory, http=self._http, proxy=proxy, env=env)
 
     async def _proxy(self) -> Proxy:
@@ -164,17 +164,17 @@ class Fleet:
         self._busy.add(member.name)
         member.kill()
 
-    async def restart(self, member: Member, end: Callable[[Member], None] | None) -> None:
-        """`end` the process (None = SIGTERM: it drains), then start another and wait until it is READY."""
+    async def restart(self, member: Member, *, drains: bool = False) -> None:
+        """End the process, by SIGTERM if it `drains`, else by SIGKILL; then start another and wait until it is READY."""
         self._busy.add(member.name)
         try:
-            if end is None:
+            if drains:
                 status = await member.end()
                 if status != 0:
                     self.ended.append((f"{member.name} after SIGTERM", status, _tail(member)))
             else:
-                end(member)
-            await asyncio.to_thread(_reap, member)
+                member.kill()
+            await member.reap()
             self.launch(member)
             await member.wait_ready()
         finally:
@@ -188,24 +188,15 @@ class Fleet:
                     self._busy.add(member.name)
                     status = await asyncio.to_thread(member.process.process.wait)
                     self.ended.append((member.name, status, _tail(member)))
-                    await self.restart(member, Member.kill)
+                    await self.restart(member)
 
     async def close(self) -> None:
         """End every process, every proxy and every task."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        started = [member for member in self.members if member.process is not None]
-        for member in started:
-            member.kill()
-        for member in started:
-            await asyncio.to_thread(_reap, member)
+        await kill_all(self.members)
         await asyncio.gather(*(member.proxy.close() for member in self.workers if member.proxy is not None))
-
-
-def _reap(member: Member) -> None:
-    assert member.process is not None
-    member.process.close()
 
 
 def _tail(member: Member) -> str:

@@ -156,7 +156,7 @@ class GapDrill:
 
     async def _heal(self, victim: Member, trouble: Trouble) -> None:
         if trouble is Trouble.KILL:
-            await self._fleet.restart(victim, Member.kill)
+            await self._fleet.restart(victim)
         elif trouble is Trouble.STOP:
             victim.thaw()
         else:

@@ -12,12 +12,11 @@ from time import monotonic
 
 import httpx
 
-from chaos_kit.catalogue import LOWEST_TOKEN
+from chaos_kit.catalogue import LOWEST_TOKEN, VOCAB
 from chaos_kit.cuts import DECODE, HOSTS, PREFILL
 from chaos_kit.fleet import FleetPlan
-from chaos_kit.member import Member
+from chaos_kit.member import Member, kill_all
 from chaos_kit.network import Network
-from chaos_kit.stages import VOCAB
 
 HTTP_PORT, GRPC_PORT = 8000, 9000  # the same everywhere: a host has all ports
 PAGES = 400
@@ -25,7 +24,6 @@ PROBES, PROBE_TOKENS, PROBE_TIMEOUT_S = 4, 48, 10.0
 START_S = 30.0  # from READY to whole
 RUNGS = ("jdisagg_recoveries_total", "jdisagg_prefill_hedges_total", "jdisagg_transfer_failures_total")
 HELD = ("jdisagg_requests{", "jdisagg_leases", "jdisagg_published_bytes")
-ENV = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
 
 
 class HostFleet:
@@ -45,7 +43,7 @@ class HostFleet:
         for name in HOSTS:
             host = network.hosts[name]
             flags = (*by_role[name], "--host", host.address, "--port", str(HTTP_PORT), "--grpc-port", str(GRPC_PORT))
-            member = Member(name, *flags, directory=directory, http=http, proxy=None, env=ENV, enter=host.enter)
+            member = Member(name, *flags, directory=directory, http=http, enter=host.enter)
             self._members[name] = member
 
     @property
@@ -94,12 +92,7 @@ class HostFleet:
 
     async def close(self) -> None:
         """Kill all of them."""
-        started = [member for member in self._members.values() if member.process is not None]
-        for member in started:
-            member.kill()
-        for member in started:
-            assert member.process is not None
-            await asyncio.to_thread(member.process.close)
+        await kill_all(self._members.values())
 
     async def _missing(self) -> str:
         counts = await self.router.metrics()

@@ -17,7 +17,7 @@ from chaos_kit.fleet import Fleet
 from chaos_kit.member import Member
 
 SAMPLE_S = 1.0
-SETTLE_S = 15.0
+SETTLE_S, PATIENCE_S = 15.0, 10.0  # until nothing is held for requests; until no more is held than at first
 GRPC_THREADS = "event_engine"  # its pool grows and shrinks with load and machine
 SLACK = {"threads": 2, "descriptors": 6, "sockets": 4}  # a connection more or less to each peer
 RSS_SLACK_BYTES = 24 * 2**20
@@ -181,9 +181,9 @@ class Baseline:
         }
         return cls(most, shared_memory())
 
-    async def exceeded(self, fleet: Fleet, patience_s: float = 10.0) -> list[str]:
+    async def exceeded(self, fleet: Fleet) -> list[str]:
         """What is held beyond it, once it stays so."""
-        end_s = monotonic() + patience_s
+        end_s = monotonic() + PATIENCE_S
         while (found := self._exceeded_now(fleet)) and monotonic() < end_s:
             await asyncio.sleep(0.5)
         return found

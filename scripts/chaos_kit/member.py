@@ -7,7 +7,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -32,8 +32,8 @@ class Member:
         *flags: str,
         directory: Path,
         http: httpx.AsyncClient,
-        proxy: Proxy | None,
-        env: Mapping[str, str],
+        proxy: Proxy | None = None,
+        env: Mapping[str, str] | None = None,
         enter: Sequence[str] = (),
     ) -> None:
         """A worker gets a new port each time and registers under `proxy`'s; who has none keeps the ports in its flags. `enter`
@@ -50,7 +50,7 @@ class Member:
         self._flags = flags
         self._directory = directory
         self._http = http
-        self._env = env
+        self._env = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", **(env or {})}
         self._enter = enter
 
     @property
@@ -131,6 +131,11 @@ class Member:
         assert self.process is not None
         return await asyncio.to_thread(self.process.stop)
 
+    async def reap(self) -> None:
+        """Wait for the process, killed if it lives, and give back its pipes."""
+        assert self.process is not None
+        await asyncio.to_thread(self.process.close)
+
     # --- looking from outside
 
     async def get(self, path: str) -> str:
@@ -146,3 +151,12 @@ class Member:
         """All samples by name and labels, `name{label="value"}`."""
         text = await self.get("/metrics")
         return {f"{name}{{{labels}}}" if labels else name: float(value) for name, labels, value in _SAMPLE.findall(text)}
+
+
+async def kill_all(members: Iterable[Member]) -> None:
+    """End the processes of those that were ever started, all at once."""
+    started = [member for member in members if member.process is not None]
+    for member in started:
+        member.kill()
+    for member in started:
+        await member.reap()

@@ -18,6 +18,7 @@ from enum import Enum
 from jdisagg.v1 import peer_pb2
 
 PART_BYTES = 2**14
+DELAY_S = 0.05
 TRANSFER_BYTES = 2**11  # a part at least this large carries KV: control messages are smaller
 
 
@@ -53,10 +54,8 @@ class Proxy:
         """`past`: backends that move KV past the forwarder."""
         self.port = 0
         self.target_port: int | None = None  # None = the worker is not there: connections are refused
-        self.bytes_to_worker = 0
         self.bytes_from_worker = 0
-        self.slow_bytes_per_s = 2**16
-        self.delay_s = 0.05
+        self.slow_bytes_per_s = 2**16  # a piece takes about three seconds
         self._on_transfer = on_transfer
         self._announcements = [peer_pb2.ChunkReady(backend=name).SerializeToString() for name in past]
         self._weather = Weather.CLEAR
@@ -141,8 +140,6 @@ class Proxy:
                     if len(part) >= TRANSFER_BYTES:
                         self._on_transfer(self, connection)
                         connection.swallowed |= self._weather is Weather.STARVE
-                else:
-                    self.bytes_to_worker += len(part)
                 await self._endure(len(part))
                 if not connection.swallowed:
                     writer.write(part)
@@ -155,4 +152,4 @@ class Proxy:
         if self._weather is Weather.SLOW:
             await asyncio.sleep(num_bytes / self.slow_bytes_per_s)
         elif self._weather is Weather.DELAY:
-            await asyncio.sleep(self.delay_s)
+            await asyncio.sleep(DELAY_S)

@@ -28,8 +28,7 @@ async def unified_answers(
 ) -> list[Tokens]:
     """Tokens of every entry. Raises RuntimeError when one fails."""
     flags = ("--role", "unified", *plan.model_flags, "--num-pages", str(UNIFIED_PAGES), "--no-enable-prefix-caching")
-    env = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    member = Member("unified", *flags, directory=directory, http=http, proxy=None, env=env)
+    member = Member("unified", *flags, directory=directory, http=http)
     clients = Clients(lambda _: member, http)
     try:
         member.start({})
@@ -52,7 +51,7 @@ async def unified_answers(
         await clients.close()
         if member.process is not None:
             await member.end()
-            member.process.close()
+            await member.reap()
 
 
 def transformers_disagree(

@@ -29,7 +29,6 @@ DEADLINE_FACTOR = 20.0  # of the undisturbed latency
 UNDISTURBED_LIMIT_S = 60.0
 PROGRESS_S = 10.0
 SCRAMBLED_SHARE = 0.1  # of the pieces, where nobody looks at checksums
-VOCAB, MAX_MODEL_LEN = 1024, 256
 _DRILLED = re.compile(r"injected fault: (\w+)")
 _TRACEBACK_SHOWN = 400  # characters
 INJECTIONS = ("checksums-off", "leases-off", "attempts-ignored")
@@ -58,7 +57,7 @@ class Session:
         self._http = httpx.AsyncClient(limits=httpx.Limits(max_connections=200, max_keepalive_connections=0), trust_env=False)
         self.fleet = Fleet(options.plan, directory, self._http)
         self._clients = Clients(self.fleet.pick, self._http)
-        self._catalogue = make_catalogue(options.catalogue_size, vocab_size=VOCAB, max_model_len=MAX_MODEL_LEN)
+        self._catalogue = make_catalogue(options.catalogue_size)
         self._answers: list[Tokens] = []
         self._deadlines_s: list[float] = []
         self._baseline: Baseline | None = None
@@ -117,7 +116,7 @@ class Session:
             return
         self.fleet.plan = replace(self.fleet.plan, worker_drill=worker, router_drill=router)
         armed = [*self.fleet.workers, *(self.fleet.routers if router else ())]
-        await asyncio.gather(*(self.fleet.restart(member, None) for member in armed))
+        await asyncio.gather(*(self.fleet.restart(member, drains=True) for member in armed))
         await self.fleet.until_whole(60.0)
 
     def _drills(self) -> tuple[str, str]:

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from chaos_kit.catalogue import LOWEST_TOKEN, Entry
+from chaos_kit.catalogue import LOWEST_TOKEN, VOCAB, Entry
 from chaos_kit.fleet import FleetPlan
 from chaos_kit.lookout import View
 
-VOCAB = 1024
 SUBJECT_TOKENS, SUBJECT_OUTPUT = 320, 96
 DECODED = 4  # tokens: it really decodes
 MAX_MODEL_LEN = 768  # all pages of a D

@@ -120,7 +120,7 @@ class Striker:
             victims = fleet.prefill if kind == ALL_PREFILL else [victim]
             return lambda: _each(victims, fleet.kill), lambda: _restart(fleet, victims)
         if kind.startswith("restart"):
-            return _nothing, lambda: fleet.restart(victim, None)
+            return _nothing, lambda: fleet.restart(victim, drains=True)
         seconds = self._rng.choice((SHORT_S, LONG_S))
         if kind.startswith("freeze"):
             return victim.freeze, lambda: _later(seconds, victim.thaw)
@@ -165,7 +165,7 @@ def _each(victims: list[Member], action: Callable[[Member], None]) -> None:
 
 
 async def _restart(fleet: Fleet, victims: list[Member]) -> None:
-    await asyncio.gather(*(fleet.restart(member, Member.kill) for member in victims))
+    await asyncio.gather(*(fleet.restart(member) for member in victims))
 
 
 async def _later(seconds: float, action: Callable[[], None]) -> None:
