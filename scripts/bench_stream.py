@@ -32,7 +32,6 @@ from stream_bench.parts import DEAD_AFTER_S, HOST, KINDS, MODEL, Kind, Phase, Se
 from stream_bench.worker import serve_worker
 
 FLOOD_PER_S = 60_000  # tokens, more than any router passes on one by one
-SETTLE_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +61,6 @@ class Bench:
             kind=kind,
             address=at["grpc" if kind.api == "grpc" else "http"],
             num_streams=num_streams,
-            settle_s=SETTLE_S,
             window_s=self.window_s,
             pids=pids,
             checks_text=checks_text,

@@ -90,16 +90,6 @@ class Stream:
         return next((f"pid {worker['pid']}" for worker in self.ready.workers if worker["grpc"] == address), address)
 
 
-def start(names: tuple[str, ...]) -> list[FleetProcess]:
-    """A fleet per name, starting."""
-    return [FleetProcess(*FLAGS, log=ROOT / "out" / f"pull-the-plug-{name}.log") for name in names]
-
-
-def wait_ready(fleets: list[FleetProcess]) -> list[Ready]:
-    """READY of all."""
-    return [fleet.wait_ready(READY_TIMEOUT_S, waiting) for fleet in fleets]
-
-
 def waiting(seconds: float) -> None:
     """A line that counts up, on a terminal."""
     if sys.stderr.isatty():
@@ -141,9 +131,9 @@ def main() -> int:
     """Returns the exit status."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     began_s = time.monotonic()
-    fleets = start(("left", "right"))
+    fleets = [FleetProcess(*FLAGS, log=ROOT / "out" / f"pull-the-plug-{name}.log") for name in ("left", "right")]
     try:
-        ready = wait_ready(fleets)
+        ready = [fleet.wait_ready(READY_TIMEOUT_S, waiting) for fleet in fleets]
         print(f"ready after {time.monotonic() - began_s:.0f} s; {settings()}; prompt:\n\n{PROMPT}\n")
         print("one stream on each of two fleets; in the middle: kill -9 of D on the right\n")
         panes = Panes(("left: undisturbed", "right: loses its D"), shutil.get_terminal_size().columns, sys.stdout)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+NICE = -15
 
 
 def machine() -> dict[str, Any]:
@@ -26,12 +27,12 @@ def machine() -> dict[str, Any]:
     }
 
 
-def go_first(nice: int = -15) -> bool:
+def go_first() -> bool:
     """Run this process's threads before others that share their core, as far as the system allows: what measures must not
     wait for what is measured. Returns whether it did. For after the servers' start, which would inherit it."""
     try:
         for thread in Path("/proc/self/task").iterdir():
-            os.setpriority(os.PRIO_PROCESS, int(thread.name), nice)
+            os.setpriority(os.PRIO_PROCESS, int(thread.name), NICE)
     except OSError:  # not permitted, or no such directory
         return False
     return True

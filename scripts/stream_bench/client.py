@@ -19,6 +19,7 @@ from jdisagg.v1 import common_pb2, generation_pb2
 from stream_bench.parts import HOST, MAX_TOKENS, TOKEN_CHARACTERS, Kind, Phase, Seen, cpu_s, spelled
 
 PROMPT = "one two three"
+SETTLE_S = 0.5
 LEAST_PIECES = 3  # of each stream within a window: there are gaps between chunks then
 _EVENT = re.compile(rb"data: ([^\n]+)\n\n")
 _TEXT = re.compile(rb'"(?:text|content)":"([^"]*)"')
@@ -81,7 +82,7 @@ async def _look(phase: Phase) -> Seen:
     try:
         async with asyncio.timeout(START_S):
             await asyncio.gather(*(stream.begun.wait() for stream in streams))
-        await asyncio.sleep(phase.settle_s)
+        await asyncio.sleep(SETTLE_S)
         had = [len(stream.pieces) for stream in streams]
         before, began_s = [cpu_s(pid) for pid in phase.pids], time.monotonic()
         await asyncio.sleep(phase.window_s)

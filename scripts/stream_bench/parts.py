@@ -42,12 +42,11 @@ KINDS = tuple(Kind(api=api, logprobs=logprobs) for logprobs in (False, True) for
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """For the client process: open streams, wait until all have begun and `settle_s` more, look for `window_s`."""
+    """For the client process: open streams, wait until all have begun and a little more, look for `window_s`."""
 
     kind: Kind
     address: str
     num_streams: int
-    settle_s: float
     window_s: float
     pids: tuple[int, ...]  # whose CPU time counts
     checks_text: bool  # whether the tokens are those of `spelled`

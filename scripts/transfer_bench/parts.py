@@ -13,10 +13,10 @@ from jdisagg.handoff.credit import WINDOW_PIECES
 from jdisagg.handoff.identity import Backend, CacheGroup, Identity
 from jdisagg.kv.spec import KVSpec
 from jdisagg.transfer.base import Fetcher, Post, Publisher
-from jdisagg.transfer.cut import Cutter, Joiner
+from jdisagg.transfer.cut import Cutter
 from jdisagg.transfer.grpc_backend import PieceStore
 from jdisagg.transfer.host_backend import host_fetcher, host_publisher
-from jdisagg.transfer.jax_backend import jax_fetcher, jax_publisher, warm_up_fetches
+from jdisagg.transfer.jax_backend import jax_fetcher, jax_publisher, joiner_of, warm_up_fetches
 from jdisagg.transfer.jax_server import TransferServers
 from jdisagg.transfer.shm_backend import ShmSource, ShmStore
 from jdisagg.transfer.target import PieceTarget
@@ -24,8 +24,8 @@ from jdisagg.transfer.tcp_source import TcpSource
 from jdisagg.transfer.tcp_store import TcpStore
 
 HOST = "127.0.0.1"
-LAYERS, HEADS, FEATURES = 8, 8, 256  # 64 KiB a token in float32
-TOKEN_BYTES = LAYERS * HEADS * FEATURES * 4
+SPEC = KVSpec(num_layers=8, num_kv_heads=8, features=256, dtype="float32")
+TOKEN_BYTES = SPEC.bytes_per_token  # 64 KiB
 BUFFER_BYTES = 2**28
 PATIENT = TransferConfig(dead_after_s=60.0)  # a process that stands still for a moment is not dead
 
@@ -47,7 +47,7 @@ class Form:
 
 def identity(who: str, backend: str) -> Identity:
     """Enough to pair."""
-    group = CacheGroup(spec=KVSpec(num_layers=LAYERS, num_kv_heads=HEADS, features=FEATURES, dtype="float32"), page_size=16)
+    group = CacheGroup(spec=SPEC, page_size=16)
     return Identity(
         fingerprint="bench", worker=who, epoch=f"{who}-{backend}", groups=(group,), backends=(Backend(name=backend),)
     )
@@ -55,7 +55,8 @@ def identity(who: str, backend: str) -> Identity:
 
 def device_piece(tokens: int) -> jax.Array:
     """Random bits on the first device."""
-    values = np.random.default_rng(0).standard_normal((LAYERS, tokens, HEADS, FEATURES), np.float32)
+    shape = (SPEC.num_layers, tokens, SPEC.num_kv_heads, SPEC.features)
+    values = np.random.default_rng(0).standard_normal(shape, np.float32)
     return jax.block_until_ready(jax.device_put(values, jax.devices()[0]))
 
 
@@ -73,17 +74,10 @@ def make_publisher(form: Form, post: Post) -> tuple[Publisher, PieceStore]:
 def make_fetcher(form: Form, post: Post) -> Fetcher:
     """D's half."""
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    target = PieceTarget(
-        sharding=sharding,
-        dtype="float32",
-        chunk_tokens=form.tokens,
-        num_layers=LAYERS,
-        num_kv_heads=HEADS,
-        features=FEATURES,
-    )
+    target = PieceTarget.of(SPEC, sharding, form.tokens)
     if form.backend != "jax":
         source = {"grpc": GrpcByteSource, "shm": ShmSource, "tcp": TcpSource}[form.backend]()
         return host_fetcher(form.backend, source, target, post)
-    joiner = Joiner([target.shape], [target.dtype], sharding)
+    joiner = joiner_of(target, target.dtype)
     warm_up_fetches(joiner, target)
     return jax_fetcher(TransferServers(jax.devices(), HOST), joiner, target, post)
