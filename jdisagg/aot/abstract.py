@@ -45,7 +45,7 @@ class ModelForm:
         return sum(math.prod(declared.shape) for declared in declarations(self.spec).values())
 
     def layout(self, mesh: Mesh, page_size: int) -> KVLayout:
-        """How its KV lies on `mesh`. Raises ConfigError when heads cannot be split."""
+        """How its KV lies on `mesh`. Raises ConfigError as `choose_layout` does."""
         return choose_layout(self.spec.kv_spec(self.kv_dtype), mesh, page_size)
 
 

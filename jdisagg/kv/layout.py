@@ -120,15 +120,10 @@ class KVLayout:
 
 
 def choose_layout(spec: KVSpec, mesh: Mesh, page_size: int) -> KVLayout:
-    """The fastest layout for the mesh's platform. Raises ConfigError when heads cannot be split evenly over "tp", or pages are
-    too small for int8 on TPU, where scales in registers half empty would take more memory than there is."""
-    num_shards = mesh.shape.get(TP_AXIS, 1)
-    heads = spec.num_kv_heads
-    if heads % num_shards and num_shards % heads:
-        raise ConfigError(
-            f"tensor_parallel_size: {heads} kv heads do not divide over {num_shards} shards; use its divisor or multiple",
-            field="tensor_parallel_size",
-        )
+    """The fastest layout for the mesh's platform. Raises ConfigError when pages are too small for int8 on TPU, where scales in
+    registers half empty would take more memory than there is."""
+    num_shards, heads = mesh.shape.get(TP_AXIS, 1), spec.num_kv_heads
+    assert not (heads % num_shards and num_shards % heads), f"{heads} kv heads do not divide over {num_shards} shards"
     platform = mesh.devices.flat[0].platform
     heads_major = platform in ("cpu", "tpu")
     if platform == "tpu" and spec.quantised and page_size % LANES:

@@ -23,12 +23,8 @@ class KVPool:
     def __init__(self, layouts: tuple[KVLayout, ...], mesh: Mesh, num_pages: int) -> None:
         """Allocate `num_pages` zeroed pages per group, the null page included, sharded by head over mesh axis "tp".
 
-        Raises ConfigError for a number of pages that no pool can have, or the devices do not hold."""
-        if num_pages < MIN_PAGES:
-            raise ConfigError(
-                f"--num-pages: got {num_pages}, wanted at least {MIN_PAGES} (page 0 is never used); raise --num-pages",
-                field="num_pages",
-            )
+        Raises ConfigError for more pages than the devices hold."""
+        assert num_pages >= MIN_PAGES, f"a pool of {num_pages} pages, of which page 0 is never used"
         self.num_pages = num_pages
         self.shardings = tuple(NamedSharding(mesh, layout.partition) for layout in layouts)
         shapes = tuple(layout.abstract(num_pages) for layout in layouts)
