@@ -21,7 +21,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,20 +92,20 @@ def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
+@asynccontextmanager
 async def ready_fleet(
     plan: FleetPlan, asked: tuple[Entry, ...], directory: Path, http: httpx.AsyncClient
-) -> tuple[Fleet, Answers]:
-    """The right answers, by a fresh unified server that is gone then, and a whole fleet: close it."""
+) -> AsyncIterator[tuple[Fleet, Answers]]:
+    """The right answers, by a fresh unified server that is gone then, and a whole fleet, ended at the end."""
     answers = await unified_answers(plan, asked, directory, http)
     say(f"{len(answers)} answers by unified")
     fleet = Fleet(plan, directory, http)
     try:
         await fleet.start()
-    except BaseException:
+        say("the fleet is whole")
+        yield fleet, {entry.prompt: answer[0] for entry, answer in zip(asked, answers, strict=True)}
+    finally:
         await fleet.close()
-        raise
-    say("the fleet is whole")
-    return fleet, {entry.prompt: answer[0] for entry, answer in zip(asked, answers, strict=True)}
 
 
 async def table(
@@ -113,8 +114,7 @@ async def table(
     """All cells asked for, on one fleet; `keep` gets those so far."""
     plan = drill_plan(arguments.model, slots=TABLE_SLOTS)
     cells: list[Cell] = []
-    fleet, answers = await ready_fleet(plan, stages.everything_asked(), directory, http)
-    try:
+    async with ready_fleet(plan, stages.everything_asked(), directory, http) as (fleet, answers):
         runner = CellRunner(fleet, answers)
         for stage in (Stage[name.upper()] for name in arguments.stages.split(",")):
             for victim in map(Victim, arguments.victims.split(",")):
@@ -122,8 +122,6 @@ async def table(
                     cells.append(await runner.run(stage, victim, blow))
                     say(cell_line(cells[-1]))
                     keep(cells)
-    finally:
-        await fleet.close()
     return cells
 
 
@@ -132,8 +130,7 @@ async def under_load(
 ) -> GapDrill:
     """All troubles in turn, `--times` rounds, the load undisturbed in each round too; `keep` gets the figures so far."""
     plan = drill_plan(arguments.model, slots=GAP_SLOTS, pages=GAP_PAGES, cores=arguments.cores)
-    fleet, answers = await ready_fleet(plan, gaps.everything_asked(), directory, http)
-    try:
+    async with ready_fleet(plan, gaps.everything_asked(), directory, http) as (fleet, answers):
         drill = GapDrill(fleet, answers)
         for number in range(arguments.times):
             for role in arguments.roles.split(","):
@@ -142,8 +139,6 @@ async def under_load(
                     await drill.strike(role, trouble)
             keep(drill)
             say(f"round {number + 1} of {arguments.times}\n{gap_table(drill.as_json())}")
-    finally:
-        await fleet.close()
     return drill
 
 

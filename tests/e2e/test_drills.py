@@ -36,8 +36,7 @@ TRIES = 3  # to strike a prompt that takes a tenth of a second
 async def drilled(model: Path, directory: Path) -> tuple[list[Cell], GapDrill]:
     async with httpx.AsyncClient(trust_env=False) as http:
         plan = drill_plan(str(model), slots=TABLE_SLOTS)
-        fleet, answers = await ready_fleet(plan, (*table_asked(), *load_asked()), directory, http)
-        try:
+        async with ready_fleet(plan, (*table_asked(), *load_asked()), directory, http) as (fleet, answers):
             cells = [await CellRunner(fleet, answers).run(*cell) for cell in CELLS]
             drill = GapDrill(fleet, answers)
             for _ in range(TRIES):
@@ -45,8 +44,6 @@ async def drilled(model: Path, directory: Path) -> tuple[list[Cell], GapDrill]:
                 if any(figures.gaps_s for figures in drill.figures.values()):
                     break  # else the prompt it was meant for was computed and gone when it came
             return cells, drill
-        finally:
-            await fleet.close()
 
 
 @pytest.mark.covers("X22")
