@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jdisagg.engine.ops import kernels_of, store_tpu, tpu_layout_refuses
+from jdisagg.engine.ops import kernels_of, slabs_touched, store_tpu, tpu_layout_refuses
 from jdisagg.kv.group import KVGroup
 from jdisagg.kv.layout import HEADS_OF_PIECE, KVLayout
-from pallas_kernels.tpu_write import slab_tokens
 
 _ALL = PartitionSpec()
 
@@ -29,16 +28,10 @@ def scatter_by_kernel(
     layout: KVLayout, mesh: Mesh, kv: KVGroup, rows: KVGroup, where: jax.Array, *, interpret: Any = False
 ) -> KVGroup:
     """The same by `pallas_kernels.write`, a layer at a time."""
-    kernel = partial(_store_layers, most_slabs=most_slabs(layout, where.shape[1]), interpret=interpret)
+    kernel = partial(_store_layers, most_slabs=slabs_touched(layout, where.shape[1]), interpret=interpret)
     specs = (layout.partition, HEADS_OF_PIECE, _ALL)
     stored = jax.tree.map(lambda array: jnp.repeat(array, layout.num_replicas, axis=2), rows)
     return jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=layout.partition, check_vma=False)(kv, stored, where)
-
-
-def most_slabs(layout: KVLayout, num_tokens: int) -> int:
-    """How many slabs consecutive tokens, which may begin within one, touch at most, and that of the null page."""
-    slab = slab_tokens(layout.storage_dtype)
-    return (num_tokens - 1 + slab - 1) // slab + 2
 
 
 def _store_layers(kv: KVGroup, rows: KVGroup, where: jax.Array, **options: Any) -> KVGroup:

@@ -123,10 +123,9 @@ class TpuOps:
     interpret: Any = False  # passed to Pallas
 
     def write(self, kv: KVGroup, layer: int | jax.Array, k: jax.Array, v: jax.Array, batch: TokenBatch) -> KVGroup:
-        """See RefOps. A tile's tokens follow each other and touch few slabs; padding, on the null page, touches one."""
+        """See RefOps. A tile's tokens follow each other."""
         num_tiles = batch.page_tables.shape[0]
-        tile, slab = batch.positions.shape[0] // num_tiles, slab_tokens(self.layout.storage_dtype)
-        most = num_tiles * ((tile - 1 + slab - 1) // slab + 1) + 1
+        most = slabs_touched(self.layout, batch.positions.shape[0] // num_tiles, num_tiles)
         store = partial(store_tpu, most_slabs=most, interpret=self.interpret)
         return _write_shards(self.layout, self.mesh, store, (kv, layer, k, v), batch)
 
@@ -208,6 +207,13 @@ def _write(  # noqa: PLR0917
     both = jnp.concatenate([k, v], axis=-1)
     rows = KVGroup(both.astype(dtype)) if kv.scales is None else KVGroup(*quantise(both))
     return jax.tree.map(lambda array, new: store(array, layer, new, pages, offsets), kv, rows)
+
+
+def slabs_touched(layout: KVLayout, num_tokens: int, num_runs: int = 1) -> int:
+    """How many slabs so many runs of consecutive tokens, which may begin within one, touch at most, and that of the null page,
+    where padding goes."""
+    slab = slab_tokens(layout.storage_dtype)
+    return num_runs * ((num_tokens - 1 + slab - 1) // slab + 1) + 1
 
 
 def store_tpu(
