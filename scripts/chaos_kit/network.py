@@ -37,14 +37,7 @@ def way_in() -> tuple[str, ...]:
             raise NoNetwork(f"{tool} is missing (package {package})")
     refused = []
     for command in (("unshare", "-n"), ("unshare", "-Urn")):
-        done = subprocess.run(
-            [*command, "sh", "-c", _PROBE],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=LIMIT_S,
-            stdin=subprocess.DEVNULL,
-        )
+        done = _run([*command, "sh", "-c", _PROBE])
         if done.returncode == 0:
             return (*command, "sh", "-c", _START)
         refused.append(f"{' '.join(command)}: {' '.join(done.stderr.split())}")
@@ -62,8 +55,7 @@ class Host:
 
     def ip(self, *arguments: str) -> None:
         """Run `ip` there. Raises RuntimeError with what it says."""
-        command = [*self.enter, "ip", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S, stdin=subprocess.DEVNULL)
+        done = _run([*self.enter, "ip", *arguments])
         if done.returncode != 0:
             raise RuntimeError(f"{self.name}: ip {' '.join(arguments)}: {done.stderr.strip()}")
 
@@ -167,6 +159,10 @@ class Network:
     def _forget_neighbours(self) -> None:
         for end in (self.client, *self.hosts.values()):
             end.ip("neighbour", "flush", "dev", end.device)
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S, stdin=subprocess.DEVNULL)
 
 
 def _port(name: str) -> str:
