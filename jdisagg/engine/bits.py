@@ -15,6 +15,7 @@ import xxhash
 
 from jdisagg.core.requests import SamplingParams
 from jdisagg.engine.runner import ModelRunner
+from jdisagg.engine.token_index import spans
 from jdisagg.sched.plan import Admit, PageTable, Plan, PrefillChunk, Sampled
 
 _PROBE = "a"  # to be changed with anything that the hash is made of: bits of unlike probes are not compared
@@ -60,6 +61,6 @@ def _answer(sampled: Sequence[Sampled]) -> Iterator[np.ndarray]:
 
 def _kv(runner: ModelRunner, page_table: PageTable, num_tokens: int) -> list[np.ndarray]:
     """Data, and scales of int8 data, [L, num_tokens, K, F or 2], whatever the size of a piece."""
-    ends = [(begin, min(begin + runner.chunk_tokens, num_tokens)) for begin in range(0, num_tokens, runner.chunk_tokens)]
-    pieces = [jax.device_get(runner.export_tokens(page_table, *end).arrays) for end in ends]
+    ranges = spans(num_tokens, runner.chunk_tokens)
+    pieces = [jax.device_get(runner.export_tokens(page_table, *one).arrays) for one in ranges]
     return [np.concatenate(parts, axis=1)[:, :num_tokens] for parts in zip(*pieces, strict=True)]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from jdisagg.engine.token_index import spans
 from jdisagg.sched.plan import PageTable
 from jdisagg.transfer.base import Piece
 
@@ -48,28 +49,28 @@ class NanSearch:
             return "its KV could not be searched, see the log"
 
     def _describe(self, page_table: PageTable, num_tokens: int) -> str:
-        spans, num_layers, first = _spans(num_tokens, self.chunk_tokens), 0, None
-        for begin, end in spans:
+        ranges, num_layers, first = _looked_at(num_tokens, self.chunk_tokens), 0, None
+        for begin, end in ranges:
             kv = _floats(self.export(page_table, begin, end))[:, : end - begin]
             num_layers = len(kv)
             found = _first(kv, begin)
             first = min((place for place in (first, found) if place is not None), default=None)
             if first is not None and first.layer == 0:
                 break  # nothing later can come before it
-        skipped = "" if _whole(spans) else f" (tokens [{spans[-2][1]}, {spans[-1][0]}) were not looked at)"
+        skipped = "" if _whole(ranges) else f" (tokens [{ranges[-2][1]}, {ranges[-1][0]}) were not looked at)"
         if first is None:
             return f"in none of the {num_layers} layers' KV: {AFTER_THE_LAYERS}{skipped}"
         return f"first in layer {first.layer}'s {first.part} of token {first.token}{skipped}"
 
 
-def _spans(num_tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
+def _looked_at(num_tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
     """Token ranges to read: all, or the first ones and the last, where the step failed."""
-    spans = [(begin, min(begin + chunk_tokens, num_tokens)) for begin in range(0, num_tokens, chunk_tokens)]
-    return spans if len(spans) <= MAX_CHUNKS else [*spans[: MAX_CHUNKS - 1], spans[-1]]
+    every = spans(num_tokens, chunk_tokens)
+    return every if len(every) <= MAX_CHUNKS else [*every[: MAX_CHUNKS - 1], every[-1]]
 
 
-def _whole(spans: list[tuple[int, int]]) -> bool:
-    return len(spans) < 2 or spans[-2][1] == spans[-1][0]
+def _whole(ranges: list[tuple[int, int]]) -> bool:
+    return len(ranges) < 2 or ranges[-2][1] == ranges[-1][0]
 
 
 def _floats(piece: Piece) -> np.ndarray:

@@ -24,7 +24,7 @@ from jdisagg.engine.packing import Packed, pack_exact, pack_prefill
 from jdisagg.engine.results import Part, read
 from jdisagg.engine.state import words_of
 from jdisagg.engine.steps import StepOut
-from jdisagg.engine.token_index import token_index
+from jdisagg.engine.token_index import spans, token_index
 from jdisagg.kv.group import KVGroup
 from jdisagg.sched.plan import Admit, HostCopy, PageCopy, PageTable, Plan, StepResult
 from jdisagg.transfer.base import Piece
@@ -130,24 +130,20 @@ class ModelRunner:
     def _copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Copy whole pages, as many tokens at a time as a piece holds."""
         sources, targets = tuple(copy.source for copy in copies), tuple(copy.target for copy in copies)
-        for begin, end in self._pieces(len(copies) * self.page_size):
+        for begin, end in spans(len(copies) * self.page_size, self.chunk_tokens):
             rows = self.device.export(self._where(sources, begin, end))
             self.device.import_piece(rows, self._where(targets, begin, end))
 
     def _offload(self, copy: HostCopy) -> None:
-        ends = self._pieces(copy.num_tokens)
-        pieces = [self.device.export(self._where(copy.page_table[0], *end)) for end in ends]
+        ranges = spans(copy.num_tokens, self.chunk_tokens)
+        pieces = [self.device.export(self._where(copy.page_table[0], *one)) for one in ranges]
         self._host.keep(copy.key, pieces, copy.num_tokens)
 
     def _restore(self, copy: HostCopy) -> None:
-        for (begin, end), piece in zip(self._pieces(copy.num_tokens), self._host.take(copy.key), strict=True):
+        ranges = spans(copy.num_tokens, self.chunk_tokens)
+        for (begin, end), piece in zip(ranges, self._host.take(copy.key), strict=True):
             on_device = jax.device_put(piece, self.device.piece_sharding)
             self.device.import_piece(on_device, self._where(copy.page_table[0], begin, end))
-
-    def _pieces(self, num_tokens: int) -> list[tuple[int, int]]:
-        """Token ranges [begin, end) of at most a piece each."""
-        begins = range(0, num_tokens, self.chunk_tokens)
-        return [(begin, min(begin + self.chunk_tokens, num_tokens)) for begin in begins]
 
     def _where(self, pages: Sequence[int], begin: int, end: int) -> np.ndarray:
         return token_index(pages, begin, end, page_size=self.page_size, width=self.chunk_tokens)

@@ -1,10 +1,15 @@
-"""Where tokens lie: from a page table and a token range to the index arrays of an export or import."""
+"""Token ranges, and where their tokens lie: from a page table to the index arrays of an export or import."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
+
+
+def spans(num_tokens: int, most: int) -> list[tuple[int, int]]:
+    """[0, num_tokens) as ranges [begin, end) of at most `most` tokens, in order."""
+    return [(begin, min(begin + most, num_tokens)) for begin in range(0, num_tokens, most)]
 
 
 def token_index(pages: Sequence[int], begin: int, end: int, *, page_size: int, width: int) -> np.ndarray:
