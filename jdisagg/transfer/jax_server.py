@@ -155,8 +155,7 @@ class TransferConnection:
         self._pulled: deque[int] = deque(maxlen=_MAX_REMEMBERED)
         self._begun: weakref.WeakSet[Pull] = weakref.WeakSet()  # over this connection, and wanted by somebody
         self._came_s = 0.0  # when something last came, or was first waited for
-        self._shut: PieceError | None = None  # how the last try failed
-        self._shut_until_s = 0.0
+        self._why_shut, self._shut_until_s = "", 0.0  # how the last try failed
 
     @property
     def is_open(self) -> bool:
@@ -172,7 +171,7 @@ class TransferConnection:
             raise PieceError("unknown_key", "it was pulled before, and an offer can be pulled once")
         try:
             if self._connection is None:
-                self._try(deadline_s)
+                self._reach(deadline_s)
                 self._server = self._start()
                 self._connection = self._server.connect(self._address)
             self._pulled.append(uuid)
@@ -185,23 +184,19 @@ class TransferConnection:
         self._begun.add(pull)
         return pull
 
-    def _try(self, deadline_s: float) -> None:
-        """As the function."""
-        if self._shut is not None and monotonic() < self._shut_until_s:
-            raise PieceError(self._shut.reason, self._shut.detail)
+    def _reach(self, deadline_s: float) -> None:
+        """See `_try`."""
+        if monotonic() < self._shut_until_s:
+            raise PieceError("unreachable", self._why_shut)
         try:
             _try(self._address, deadline_s)
         except PieceError as error:
             if error.reason == "unreachable":
-                self._shut, self._shut_until_s = PieceError(error.reason, error.detail), monotonic() + SHUT_S
+                self._why_shut, self._shut_until_s = error.detail, monotonic() + SHUT_S
             raise
 
     def pull(
-        self,
-        uuid: int,
-        specs: Sequence[jax.ShapeDtypeStruct],
-        deadline_s: float,
-        is_cancelled: Callable[[], bool] = lambda: False,
+        self, uuid: int, specs: Sequence[jax.ShapeDtypeStruct], deadline_s: float, is_cancelled: Callable[[], bool]
     ) -> list[jax.Array]:
         """`begin` and `end`."""
         return self.end(self.begin(uuid, specs, deadline_s), deadline_s, is_cancelled)
