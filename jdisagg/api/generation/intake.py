@@ -179,8 +179,9 @@ def _check_counts(request: TextRequest) -> None:
         raise invalid("prompt", f"prompts times n may be at most {MAX_SEQUENCES}; send several requests", num_sequences)
     if len(request.stop) > MAX_STOP_STRINGS:
         raise invalid("stop", f"may hold at most {MAX_STOP_STRINGS} strings", len(request.stop))
-    if not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in request.stop):
-        raise invalid("stop", f"strings must have 1 to {MAX_STOP_LENGTH} characters", "another length")
+    for length in map(len, request.stop):
+        if not 0 < length <= MAX_STOP_LENGTH:
+            raise invalid("stop", f"strings must have 1 to {MAX_STOP_LENGTH} characters", length)
     if request.max_tokens is not None:
         check_range("max_tokens", request.max_tokens, 0, 2**31 - 1)
         if request.max_tokens == 0 and not request.echo:

@@ -48,7 +48,10 @@ def read_forced(body: Body) -> ForcedCall | None:
     if not tools:
         raise InvalidRequest("tool_choice: a call of no tools can be forced; give some, or leave it out", field="tool_choice")
     if forced.name is not None and forced.name not in _parameters(body):
-        raise InvalidRequest(f"tool_choice: no function of tools is called {forced.name!r:.80}", field="tool_choice")
+        offered = ", ".join(map(repr, _parameters(body)))
+        raise InvalidRequest(
+            f"tool_choice: no function of tools is called {forced.name!r:.80}; tools has {offered:.400}", field="tool_choice"
+        )
     return forced
 
 

@@ -167,6 +167,8 @@ def test_every_bad_field_is_named(tokenizer: Tokenizer) -> None:
             too_long = await http.post("/v1/completions", json=GOOD | {"prompt": [3] * 300})
             assert too_long.json()["error"]["code"] == "context_length_exceeded"
             assert "maximum context length is 200 tokens" in too_long.json()["error"]["message"]
+            stops = await http.post("/v1/completions", json=GOOD | {"stop": ["a", "a" * 5000]})
+            assert stops.json()["error"]["message"].endswith("; got 5000")
 
     run(check())
 

@@ -108,6 +108,13 @@ def test_the_grammar_takes_calls_of_the_tools_alone(
     assert (matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()) is is_whole
 
 
+def test_of_a_function_that_is_not_offered_those_that_are_can_be_chosen_from() -> None:
+    asked = {"tools": TOOLS[:2], "tool_choice": {"type": "function", "function": {"name": "wether"}}}
+    told = "tool_choice: no function of tools is called 'wether'; tools has 'weather', 'next-1'"
+    with pytest.raises(InvalidRequest, match=f"^{told}$"):
+        with_forced(SamplingParams(), Body(CHAT | asked))
+
+
 def test_an_answer_has_the_calls_and_no_content(tokenizer: Tokenizer) -> None:
     cases = [
         ({"tool_choice": NAMED}, ARGUMENTS, [("weather", ARGUMENTS)], "stop"),
