@@ -57,14 +57,14 @@ def convert(source: Path, output: Path, *, dtype: str | None) -> None:
 
 def _convert(source: Path, output: Path, dtype: str | None) -> None:
     if output.exists() or output.is_symlink():
-        raise ConfigError(f"--output: {output} exists; give a new name or remove it", field="output")
+        raise ConfigError(f"--output: {output} exists; give a new name or remove it")
     if not output.parent.is_dir():
-        raise ConfigError(f"--output: {output.parent} is not a directory; create it first", field="output")
+        raise ConfigError(f"--output: {output.parent} is not a directory; create it first")
     config = read_config(source)
     spec = ModelSpec.from_config(config)
     if not has_safetensors(source):
         message = f"--model: {source} holds no safetensors weights; give a Hugging Face directory that does"
-        raise ConfigError(message, field="model")
+        raise ConfigError(message)
     dtype = dtype or stored_dtype(source)
     partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
     try:
@@ -118,9 +118,7 @@ def _remove(directory: Path) -> None:
 
 
 def _unwritable(output: Path, why: str) -> ConfigError:
-    return ConfigError(
-        f"--output: {output} cannot be written: {why}; make room there or choose another --output", field="output"
-    )
+    return ConfigError(f"--output: {output} cannot be written: {why}; make room there or choose another --output")
 
 
 def _rename_new(partial: Path, output: Path) -> None:
@@ -128,7 +126,7 @@ def _rename_new(partial: Path, output: Path) -> None:
     try:
         os.rename(partial, output)
     except OSError as error:
-        raise ConfigError(f"--output: cannot create {output}: {error.strerror}", field="output") from error
+        raise ConfigError(f"--output: cannot create {output}: {error.strerror}") from error
 
 
 if __name__ == "__main__":

@@ -53,11 +53,11 @@ def parse_command(argv: Sequence[str]) -> Command:
     if args.gates and serve_flags:
         raise ConfigError(f"--gates: leave out {serve_flags[0]}, gates have models of their own")
     if topology is None and not args.gates:
-        raise ConfigError("--topology: wanted a kind of device and how many, like v6e:2x4 or h200:1", field="--topology")
+        raise ConfigError("--topology: wanted a kind of device and how many, like v6e:2x4 or h200:1")
     if args.json is not None and not args.json.parent.is_dir():
-        raise ConfigError(f"--json: no directory {str(args.json.parent)!r}; make it first", field="--json")
+        raise ConfigError(f"--json: no directory {str(args.json.parent)!r}; make it first")
     if args.json is not None and args.json.is_dir():
-        raise ConfigError(f"--json: {str(args.json)!r} is a directory; name a file in it", field="--json")
+        raise ConfigError(f"--json: {str(args.json)!r} is a directory; name a file in it")
     return Command(
         topology=topology,
         config=None if args.gates else _config(serve_flags, args.tp),

@@ -23,8 +23,7 @@ def abstract_devices(topology: Topology, count: int) -> Sequence[Any]:
     if count > topology.num_devices:
         raise ConfigError(
             f"--tensor-parallel-size: got {count} devices to use, --topology {topology} has {topology.num_devices}; "
-            "lower --tp or name a larger topology",
-            field="tensor_parallel_size",
+            "lower --tp or name a larger topology"
         )
     platform = topology.accelerator.platform
     if platform == "cpu":
@@ -36,8 +35,7 @@ def _tpu_devices(topology: Topology) -> Sequence[Any]:
     if find_spec("libtpu") is None:
         raise ConfigError(
             "--topology: TPU topologies need the TPU compiler, libtpu; in a checkout: python -m pip install -c "
-            "constraints.txt -e '.[aot]'; or add --no-compile for what arithmetic alone can tell",
-            field="--topology",
+            "constraints.txt -e '.[aot]'; or add --no-compile for what arithmetic alone can tell"
         )
     name = f"{topology.accelerator.name}:{topology.compile_shape}"
     return _describe(topology, "tpu", {"topology_name": name})
@@ -47,8 +45,7 @@ def _cuda_devices(topology: Topology) -> Sequence[Any]:
     if all(find_spec(name) is None for name in _CUDA_PLUGINS):
         raise ConfigError(
             f"--topology: {topology} needs the CUDA compiler; install jax-cuda13-plugin and jax-cuda13-pjrt of jax's version "
-            "(no GPU is needed), or add --no-compile for what arithmetic alone can tell",
-            field="--topology",
+            "(no GPU is needed), or add --no-compile for what arithmetic alone can tell"
         )
     accelerator = topology.accelerator
     shape = f"1x1x{topology.num_devices}"
@@ -61,6 +58,5 @@ def _describe(topology: Topology, platform: str, options: Mapping[str, str]) -> 
     except (jax.errors.JaxRuntimeError, RuntimeError, NotImplementedError) as error:
         first = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"--topology: the compiler of {topology.accelerator.title} cannot describe {topology}: {first}; try another shape",
-            field="--topology",
+            f"--topology: the compiler of {topology.accelerator.title} cannot describe {topology}: {first}; try another shape"
         ) from error

@@ -43,7 +43,7 @@ def planned_engines(config: Config, topology: Topology) -> list[PlannedEngine]:
     """Every engine that `serve` would start. Raises ConfigError for a role without one, or devices that are not there."""
     tp, tp_p, tp_d = config.model.tensor_parallel_size, config.prefill_tp, config.decode_tp
     if config.role == "router":
-        raise ConfigError("--role router: has no engine; name the role of a worker", field="role")
+        raise ConfigError("--role router: has no engine; name the role of a worker")
     if config.role == "local":
         wanted = [(Role.PREFILL, tp_p)] * config.local.num_prefill + [(Role.DECODE, tp_d)] * config.local.num_decode
     elif config.role == "colocated":
@@ -57,8 +57,7 @@ def planned_engines(config: Config, topology: Topology) -> list[PlannedEngine]:
         flag = "devices" if config.device.devices is not None else "tensor_parallel_size"
         raise ConfigError(
             f"--{flag.replace('_', '-')}: {needed} devices are wanted, --topology {topology} has {topology.num_devices}; "
-            "lower it (--tp), or name a larger topology",
-            field=flag,
+            "lower it (--tp), or name a larger topology"
         )
     return engines
 
@@ -78,8 +77,7 @@ def _shares(config: Config, needs: Sequence[int], num_devices: int) -> list[tupl
             return [(indices[0],)] * 2  # both engines on the only device
         if len(indices) < sum(needs):
             raise ConfigError(
-                f"--devices: got {len(indices)} devices, wanted {sum(needs)}, {needs[0]} for prefill and {needs[1]} for decode",
-                field="devices",
+                f"--devices: got {len(indices)} devices, wanted {sum(needs)}, {needs[0]} for prefill and {needs[1]} for decode"
             )
         return [tuple(indices[: needs[0]]), tuple(indices[needs[0] : sum(needs)])]
     shares = split_devices(config.device.devices, needs)

@@ -41,7 +41,7 @@ def _write(path: Path, value: Any) -> None:
     try:
         path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--json: {path} cannot be written: {error.strerror}; name another file", field="--json") from error
+        raise ConfigError(f"--json: {path} cannot be written: {error.strerror}; name another file") from error
 
 
 def _say(text: str) -> None:

@@ -39,20 +39,17 @@ def parse_topology(text: str) -> Topology:
     known = read_accelerators()
     name, _, shape_text = text.strip().lower().partition(":")
     if name not in known:
-        raise ConfigError(
-            f"--topology: got {text!r}, wanted one of {', '.join(map(_example, known.values()))}", field="--topology"
-        )
+        raise ConfigError(f"--topology: got {text!r}, wanted one of {', '.join(map(_example, known.values()))}")
     accelerator = known[name]
     wanted = accelerator.num_dimensions
     if not shape_text:
         return Topology(accelerator=accelerator, shape=(1,) * wanted)
     if not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3})*", shape_text):
-        raise ConfigError(f"--topology: got {text!r}, wanted {_example(accelerator)}", field="--topology")
+        raise ConfigError(f"--topology: got {text!r}, wanted {_example(accelerator)}")
     shape = tuple(int(size) for size in shape_text.split("x"))
     if len(shape) != wanted or math.prod(shape) > _MOST_CHIPS:
         raise ConfigError(
-            f"--topology: got {text!r}, wanted {_example(accelerator)}, {wanted} dimensions and at most {_MOST_CHIPS} chips",
-            field="--topology",
+            f"--topology: got {text!r}, wanted {_example(accelerator)}, {wanted} dimensions and at most {_MOST_CHIPS} chips"
         )
     return Topology(accelerator=accelerator, shape=shape)
 

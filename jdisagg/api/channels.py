@@ -115,9 +115,7 @@ def bind(server: grpc.aio.Server, host: str = "127.0.0.1", port: int = 0) -> str
     except RuntimeError:
         bound = 0
     if bound == 0:
-        raise ConfigError(
-            f"--grpc-port: cannot listen on {wanted}; choose another port, or 0 for a free one", field="grpc_port"
-        )
+        raise ConfigError(f"--grpc-port: cannot listen on {wanted}; choose another port, or 0 for a free one")
     return join_address(host, bound)
 
 

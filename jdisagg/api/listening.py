@@ -18,7 +18,7 @@ _NOT_OURS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 def listen(host: str = "127.0.0.1", port: int = 0, *, flag: str = "--port") -> socket.socket:
     """Bind now (port 0 = a free one); "::" is every address of this machine, as for gRPC.
 
-    Raises ConfigError of `flag` when the port is taken, of --host when that is not ours.
+    Raises ConfigError, which names `flag` when the port is taken, and --host when that is not ours.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()
@@ -29,10 +29,9 @@ def listen(host: str = "127.0.0.1", port: int = 0, *, flag: str = "--port") -> s
         why = os.strerror(number) if number > 0 else error
         if number < 0 or number in _NOT_OURS:  # a resolver's errors are negative
             hint = "; write it without brackets" if host.startswith("[") else ""
-            raise ConfigError(f"--host: {host} is not an address of this machine: {why}{hint}", field="host") from error
-        field = flag.removeprefix("--").replace("-", "_")
+            raise ConfigError(f"--host: {host} is not an address of this machine: {why}{hint}") from error
         raise ConfigError(
-            f"{flag}: cannot listen on {host} port {port}: {why}; choose another port, or 0 for a free one", field=field
+            f"{flag}: cannot listen on {host} port {port}: {why}; choose another port, or 0 for a free one"
         ) from error
 
 

@@ -15,11 +15,11 @@ class JdisaggError(Exception):
     http_status: ClassVar[int] = 500
     kind: ClassVar[str] = "server_error"  # OpenAI error object's `type`
     reason: ClassVar[str] = "error"  # label of jdisagg_requests_finished_total
+    field: str | None = None  # of the request, at fault; None = none is
 
-    def __init__(self, message: str, *, field: str | None = None) -> None:
+    def __init__(self, message: str) -> None:
         super().__init__(message)
         self.message = message
-        self.field = field  # the request field or flag at fault, when one is
 
 
 class ConfigError(JdisaggError):
@@ -30,6 +30,10 @@ class ConfigError(JdisaggError):
 
 class RequestError(JdisaggError):
     """Base of errors that end one request and no other."""
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
     @classmethod
     def reasons(cls) -> frozenset[str]:

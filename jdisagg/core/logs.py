@@ -73,7 +73,7 @@ def setup_logs(role: str, environ: Mapping[str, str] = os.environ) -> None:
 def _choice(environ: Mapping[str, str], variable: str, choices: Collection[str], default: str) -> str:
     value = environ.get(variable, default).lower()
     if value not in choices:
-        raise ConfigError(f"{variable}: got {value!r}, wanted one of {', '.join(choices)}", field=variable)
+        raise ConfigError(f"{variable}: got {value!r}, wanted one of {', '.join(choices)}")
     return value
 
 

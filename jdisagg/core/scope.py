@@ -40,8 +40,7 @@ def check_flags(names: Iterable[str], role: str) -> str | None:
             roles = " or ".join(flag.only)
             raise ConfigError(
                 f"{flag.option}: means nothing to --role {role}; it is for --role {roles} ({flag.help}); "
-                "remove it, or choose that role",
-                field=flag.name,
+                "remove it, or choose that role"
             )
     listed = ", ".join(flag.option for flag in ignored)
     return f"{listed}: means nothing to --role {role}, ignored" if ignored else None

@@ -99,9 +99,9 @@ def _read_file(path: Path, role: str | None) -> Values:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"--config: cannot read {str(path)!r}: {error.strerror}", field="--config") from error
+        raise ConfigError(f"--config: cannot read {str(path)!r}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # no TOMLDecodeError for a number of 5000 digits, nor for deep nesting
-        raise ConfigError(f"--config: {path} is not TOML: {error}", field="--config") from error
+        raise ConfigError(f"--config: {path} is not TOML: {error}") from error
     values: Values = _read_role(table.pop("role"), f"{path} role") if "role" in table else {}
     role = role or values.get("role", Config().role)
     for key, raw in table.items():
@@ -127,7 +127,7 @@ def _read_keys(environ: Mapping[str, str]) -> Values:
         if not key:
             whom = "that anybody may use" if name == "api_key" else "without such a key"
             what = f"unset it for a server {whom}, or set it to the key"
-            raise ConfigError(f"{_KEY_VARIABLES[name]} is set and empty: {what}", field=_KEY_VARIABLES[name])
+            raise ConfigError(f"{_KEY_VARIABLES[name]} is set and empty: {what}")
     return values
 
 
@@ -161,7 +161,7 @@ def _default(flag: Flag) -> Any:
 
 def _once(values: Values, flag: Flag, new: Values, path: Path) -> Values:
     if flag.name in values:
-        raise ConfigError(f"{path}: {flag.name} is set twice (an alias, or once outside its section)", field=flag.name)
+        raise ConfigError(f"{path}: {flag.name} is set twice (an alias, or once outside its section)")
     return new
 
 
@@ -176,9 +176,7 @@ def _check_together(values: Values) -> None:
     """Refuse settings that contradict each other."""
     sizes = [name for name in _POOL_SIZES if name in values]
     if len(sizes) > 1:
-        raise ConfigError(
-            f"{BY_NAME[sizes[1]].option}: got it beside {BY_NAME[sizes[0]].option}; keep one of them", field=sizes[1]
-        )
+        raise ConfigError(f"{BY_NAME[sizes[1]].option}: got it beside {BY_NAME[sizes[0]].option}; keep one of them")
     config = _build(values)
     if 0 < config.server.port == config.server.grpc_port:
         fail("--grpc-port", config.server.grpc_port, "another than --port, or 0 for a free one")
@@ -205,19 +203,19 @@ def _unknown_flag(text: str) -> NoReturn:
     name = text.split("=", maxsplit=1)[0]
     options = [option for action in build_parser()._actions for option in action.option_strings]
     if not text.startswith("-"):
-        raise ConfigError(f"{text}: unexpected argument; settings are flags like --model {text}", field=text)
+        raise ConfigError(f"{text}: unexpected argument; settings are flags like --model {text}")
     told = f"; {known}" if (known := advice(name)) else _nearest(name, options)
-    raise ConfigError(f"{name}: unknown flag{told}", field=name)
+    raise ConfigError(f"{name}: unknown flag{told}")
 
 
 def _unknown_key(path: Path, section: str | None, key: str) -> NoReturn:
     place = f"{path} [{section}] {key}" if section else f"{path} {key}"
     flag = BY_NAME.get(key)
     if flag is not None:
-        raise ConfigError(f"{place}: this key belongs to [{flag.section}]; move it there", field=key)
+        raise ConfigError(f"{place}: this key belongs to [{flag.section}]; move it there")
     candidates = [*BY_NAME, *([] if section else ["role", *SECTIONS])]
     told = f"; {known}" if (known := advice("--" + key.replace("_", "-"))) else _nearest(key, candidates)
-    raise ConfigError(f"{place}: unknown key{told}", field=key)
+    raise ConfigError(f"{place}: unknown key{told}")
 
 
 def _nearest(name: str, candidates: list[str]) -> str:

@@ -89,8 +89,7 @@ def check_key(api_key: str, where: str) -> None:
     for key in keys_of(api_key):
         if not (key.isascii() and key.isprintable() and " " not in key):
             raise ConfigError(
-                f"{where}: a key of {len(key)} characters is not a word of printable ASCII; a header could not carry it",
-                field=where,
+                f"{where}: a key of {len(key)} characters is not a word of printable ASCII; a header could not carry it"
             )
 
 
@@ -104,15 +103,15 @@ def check_keys(api_key: str | None, client_api_key: str | None) -> None:
     check_key(client_api_key, option)
     if api_key is None:
         what = "without it the services of the fleet ask for none; give it, too (or JDISAGG_API_KEY)"
-        raise ConfigError(f"{option}: got it without --api-key: {what}", field=option)
+        raise ConfigError(f"{option}: got it without --api-key: {what}")
     if set(keys_of(client_api_key)) & set(keys_of(api_key)):
         what = "a client would have the key that opens everything; choose another"
-        raise ConfigError(f"{option}: got the same key as for --api-key: {what}", field=option)
+        raise ConfigError(f"{option}: got the same key as for --api-key: {what}")
 
 
 def fail(where: str, got: object, wanted: str) -> NoReturn:
     """Raise the ConfigError of one bad value."""
-    raise ConfigError(f"{where}: got {got!r}, wanted {wanted}", field=where)
+    raise ConfigError(f"{where}: got {got!r}, wanted {wanted}")
 
 
 def _without_none(hint: Any) -> Any:
@@ -218,14 +217,14 @@ def _list(raw: object, where: str, one: str, many: str, form: str) -> tuple[str,
 
 def _secret(raw: object, where: str) -> str:
     if not isinstance(raw, str) or not raw.startswith("@"):
-        raise ConfigError(f"{where}: a secret is not given in the open; put it in a file and pass @FILE", field=where)
+        raise ConfigError(f"{where}: a secret is not given in the open; put it in a file and pass @FILE")
     try:
         with expand_home(raw[1:], where).open(encoding="utf-8-sig") as file:
             text = file.read(_MAX_SECRET + 1)
     except (OSError, ValueError) as error:  # no UTF-8, or a path that none can be
-        raise ConfigError(f"{where}: cannot read the file {raw[1:]!r}: {error}", field=where) from error
+        raise ConfigError(f"{where}: cannot read the file {raw[1:]!r}: {error}") from error
     if len(text) > _MAX_SECRET:  # what is cut off could be half of a key
-        raise ConfigError(f"{where}: the file {raw[1:]!r} has more than {_MAX_SECRET} characters of secrets", field=where)
+        raise ConfigError(f"{where}: the file {raw[1:]!r} has more than {_MAX_SECRET} characters of secrets")
     if not text.strip():
-        raise ConfigError(f"{where}: the file {raw[1:]!r} is empty; its lines must be the secrets", field=where)
+        raise ConfigError(f"{where}: the file {raw[1:]!r} is empty; its lines must be the secrets")
     return text.strip()

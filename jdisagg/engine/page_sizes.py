@@ -29,7 +29,7 @@ def check_page_size(layout: KVLayout, mesh: Mesh, *, num_heads: int, pages_per_s
     if numerics is Numerics.EXACT:
         _check_exact(layout, device, num_heads)
     if tpu_layout_refuses(layout) is None and pages_per_seq > MOST_PAGES:
-        raise ConfigError(_too_long(layout.page_size, pages_per_seq), field="page_size")
+        raise ConfigError(_too_long(layout.page_size, pages_per_seq))
 
 
 def _too_long(page_size: int, pages_per_seq: int) -> str:
@@ -52,8 +52,7 @@ def _check_exact(layout: KVLayout, device: Any, num_heads: int) -> None:
         wanted = f"{', '.join(others)} or {last}" if others else last
         raise ConfigError(
             f"--page-size: got {layout.page_size}, wanted {wanted} for --numerics exact on TPU: pages of other sizes do not "
-            "make up the kernel's blocks of keys, and streams would differ from those of other workers",
-            field="page_size",
+            "make up the kernel's blocks of keys, and streams would differ from those of other workers"
         )
 
 

@@ -55,8 +55,7 @@ def size_engine(
     if wanted_len is not None and max_model_len < wanted_len:
         raise ConfigError(
             f"--max-model-len: got {wanted_len}, {num_pages} pages of {layout.page_size} tokens hold {max_model_len}; "
-            f"lower it to {max_model_len}, or give --num-pages {needed} or --kv-cache-bytes {needed * layout.bytes_per_page}",
-            field="max_model_len",
+            f"lower it to {max_model_len}, or give --num-pages {needed} or --kv-cache-bytes {needed * layout.bytes_per_page}"
         )
     runner = runner_shape(config, role, max_model_len, layout)
     device = DeviceShape(
@@ -125,8 +124,7 @@ def check_shared_device(layout: KVLayout, cache: CacheConfig) -> None:
         raise ConfigError(
             f"--device-memory-utilization: {cache.device_memory_utilization} of a device that both engines are on: the first "
             "one's pool leaves nothing for the second's; give each a size with --kv-cache-bytes or --num-pages, or give more "
-            "devices with --devices",
-            field="device_memory_utilization",
+            "devices with --devices"
         )
 
 
@@ -157,15 +155,13 @@ def _check_left(spec: ModelSpec, scheduler: SchedulerConfig, cache: CacheConfig,
     if fullest.limit_bytes == 0:
         raise ConfigError(
             "--device-memory-utilization: the runtime does not say how much memory a device has, so there is no share of it; "
-            "give --kv-cache-bytes or --num-pages",
-            field="device_memory_utilization",
+            "give --kv-cache-bytes or --num-pages"
         )
     if usable <= fullest.in_use_bytes + steps:
         raise ConfigError(
             f"--device-memory-utilization: {share} of a device's {fullest.limit_bytes} bytes is {usable}, wanted more than the "
             f"{fullest.in_use_bytes} in use (weights) and {steps} for steps: nothing is left for KV; raise it, lower "
-            "--max-num-batched-tokens, or use more devices",
-            field="device_memory_utilization",
+            "--max-num-batched-tokens, or use more devices"
         )
 
 
@@ -175,7 +171,6 @@ def _fitting_pages(layout: KVLayout, num_bytes: int, flag: str, got: str) -> int
     if num_pages < MIN_PAGES:
         raise ConfigError(
             f"{flag}: {got}, wanted at least {needed} bytes: {MIN_PAGES} pages of {layout.page_size} "
-            f"tokens, {layout.bytes_per_page} bytes each (page 0 is never used); raise it or lower --page-size",
-            field=flag.removeprefix("--").replace("-", "_"),
+            f"tokens, {layout.bytes_per_page} bytes each (page 0 is never used); raise it or lower --page-size"
         )
     return num_pages

@@ -129,8 +129,7 @@ def choose_layout(spec: KVSpec, mesh: Mesh, page_size: int) -> KVLayout:
     if platform == "tpu" and spec.quantised and page_size % LANES:
         raise ConfigError(
             f"--page-size: got {page_size}, wanted a multiple of {LANES} for int8 on TPU, whose steps would need copies of all "
-            f"scales larger than the cache; give --page-size {LANES}",
-            field="page_size",
+            f"scales larger than the cache; give --page-size {LANES}"
         )
     as_bits = platform == "cpu" and jnp.dtype(spec.dtype).itemsize == 2
     return KVLayout(

@@ -41,8 +41,7 @@ class KVPool:
             size_bytes = num_pages * sum(layout.bytes_per_page for layout in layouts)
             raise ConfigError(
                 f"--num-pages: {num_pages} pages of KV take {size_bytes} bytes, more than is free on {mesh.devices.size} "
-                f"device(s); lower --num-pages, or --kv-cache-bytes or --device-memory-utilization if that was given",
-                field="num_pages",
+                f"device(s); lower --num-pages, or --kv-cache-bytes or --device-memory-utilization if that was given"
             ) from error
 
     def take(self) -> tuple[KVGroup, ...]:

@@ -134,7 +134,7 @@ def build(spec: ModelSpec, make: Callable[[Path, Declared], Any]) -> dict[str, A
             node[path[-1]] = make(path, declared)
         except OverflowError as error:
             text = f"--dtype: tensor {declared.name} has {error}; use bfloat16 or float32"
-            raise ConfigError(text, field="--dtype") from error
+            raise ConfigError(text) from error
     return params
 
 

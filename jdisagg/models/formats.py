@@ -28,7 +28,6 @@ def choose_format(wanted: str, directory: Path) -> str:
         others = sorted(file.name for pattern in _OTHERS for file in directory.glob(pattern))
         saved = f" but {others[0]}; save the model with save_pretrained of transformers, or" if others else ";"
         raise ConfigError(
-            f"--load-format: {directory} holds no {wanted} weights{saved} give another --model, or --load-format dummy",
-            field="load_format",
+            f"--load-format: {directory} holds no {wanted} weights{saved} give another --model, or --load-format dummy"
         )
     return wanted

@@ -11,12 +11,9 @@ def check_model(config: ModelConfig, spec: ModelSpec, tp: int) -> None:
     """Raise ConfigError naming the flag that this model cannot be served with on `tp` devices."""
     check_tensor_parallel(spec, tp)
     if config.max_model_len is not None and config.max_model_len > spec.max_model_len:
-        raise ConfigError(
-            f"--max-model-len is {config.max_model_len}, wanted at most {spec.max_model_len}, the model's own",
-            field="max_model_len",
-        )
+        raise ConfigError(f"--max-model-len is {config.max_model_len}, wanted at most {spec.max_model_len}, the model's own")
     if config.layer_loop is LayerLoop.SCAN and not spec.uniform_window:
-        raise ConfigError("--layer-loop is scan, wanted unrolled: windows differ between layers", field="layer_loop")
+        raise ConfigError("--layer-loop is scan, wanted unrolled: windows differ between layers")
 
 
 def check_tensor_parallel(spec: ModelSpec, tp: int) -> None:
@@ -30,4 +27,4 @@ def check_tensor_parallel(spec: ModelSpec, tp: int) -> None:
         wanted = f"a divisor of intermediate_size = {spec.mlp}"
     else:
         return
-    raise ConfigError(f"--tensor-parallel-size is {tp}, wanted {wanted}", field="tensor_parallel_size")
+    raise ConfigError(f"--tensor-parallel-size is {tp}, wanted {wanted}")

@@ -60,7 +60,7 @@ def load_orbax(directory: Path, spec: ModelSpec, mesh: Mesh, dtype: str) -> dict
         except (ValueError, OSError) as error:
             first = str(error).partition("\n")[0]
             message = f"{path}: tensor {declared.name} is not readable: {first}; convert again"
-            raise ConfigError(message, field="model") from error
+            raise ConfigError(message) from error
         return parts.placed()
 
     return build(spec, make)
@@ -108,15 +108,15 @@ def _stored(path: Path) -> dict[str, Any]:
 
 
 def _unreadable(path: Path, why: str) -> ConfigError:
-    return ConfigError(f"{path}: not readable as an Orbax checkpoint: {why}; convert again", field="model")
+    return ConfigError(f"{path}: not readable as an Orbax checkpoint: {why}; convert again")
 
 
 def _check(path: Path, spec: ModelSpec, stored: dict[str, Any]) -> None:
     wanted = {declared.name: declared for declared in declarations(spec).values()}
     for name in sorted(wanted.keys() ^ stored.keys()):
         problem = "is missing" if name in wanted else f"is not one of {spec.architecture}"
-        raise ConfigError(f"{path}: tensor {name} {problem}; is config.json of the same checkpoint?", field="model")
+        raise ConfigError(f"{path}: tensor {name} {problem}; is config.json of the same checkpoint?")
     for name, declared in wanted.items():
         if tuple(stored[name].shape) != declared.shape:
             got, want = list(stored[name].shape), list(declared.shape)
-            raise ConfigError(f"{path}: tensor {name} is {got}, wanted {want} by config.json", field="model")
+            raise ConfigError(f"{path}: tensor {name} is {got}, wanted {want} by config.json")

@@ -40,7 +40,7 @@ def local_model(name: str) -> Path | None:
     if name == "demo":
         directory = Path(str(resources.files("jdisagg"))) / "demo"
         if not (directory / "config.json").is_file():
-            raise ConfigError(f"--model demo: {directory} holds no model; reinstall the package", field="model")
+            raise ConfigError(f"--model demo: {directory} holds no model; reinstall the package")
         return directory
     path = expand_home(name, "--model")
     is_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
@@ -53,9 +53,7 @@ def local_model(name: str) -> Path | None:
         if is_path:  # else it is the working directory that may not be looked into
             raise _inaccessible(path, error) from error
     if is_path:
-        raise ConfigError(
-            f"--model: {name} is not a directory; give demo, a directory, or a Hub id (OWNER/NAME)", field="model"
-        )
+        raise ConfigError(f"--model: {name} is not a directory; give demo, a directory, or a Hub id (OWNER/NAME)")
     return None
 
 
@@ -87,7 +85,7 @@ def _check_access(directory: Path) -> None:
 
 
 def _inaccessible(path: Path, error: PermissionError) -> ConfigError:
-    return ConfigError(f"--model: {path} may not be read: {no_access(error)}", field="model")
+    return ConfigError(f"--model: {path} may not be read: {no_access(error)}")
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -95,7 +93,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
         check_whole(directory)
-        raise ConfigError(f"--model: {directory} has no config.json; give a Hugging Face or converted directory", field="model")
+        raise ConfigError(f"--model: {directory} has no config.json; give a Hugging Face or converted directory")
     return read_object(path)
 
 
@@ -103,8 +101,7 @@ def check_whole(directory: Path) -> None:
     """Raise ConfigError for the directory of an adapter, which is no model. Ask only where something is missing."""
     if (directory / ADAPTER).is_file():
         raise ConfigError(
-            f"--model: {directory} holds an adapter ({ADAPTER}), wanted a whole model; merge it into its base first",
-            field="model",
+            f"--model: {directory} holds an adapter ({ADAPTER}), wanted a whole model; merge it into its base first"
         )
 
 
@@ -129,9 +126,9 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not readable as JSON: {error}", field="model") from error
+        raise ConfigError(f"{path}: not readable as JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{path}: holds {type(value).__name__}, wanted a JSON object", field="model")
+        raise ConfigError(f"{path}: holds {type(value).__name__}, wanted a JSON object")
     return value
 
 
@@ -153,7 +150,7 @@ def _configured_eos(directory: Path) -> tuple[int, ...]:
         if (value := values.get("eos_token_id")) is not None:
             ids = value if isinstance(value, list) else [value]
             if not all(isinstance(i, int) and not isinstance(i, bool) and i < 2**31 for i in ids):
-                raise ConfigError(f"{file}: eos_token_id is {value!r}, wanted a token id or a list of them", field="model")
+                raise ConfigError(f"{file}: eos_token_id is {value!r}, wanted a token id or a list of them")
             return tuple(i for i in ids if i >= 0)  # -1 is some models' way to say none
     return ()
 
@@ -165,7 +162,7 @@ def generation_defaults(directory: Path) -> dict[str, float]:
     found = {key: values[key] for key in SAMPLING_KEYS if values.get(key) is not None}
     for key, value in found.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ConfigError(f"generation_config.json: {key} is {value!r}, wanted a number", field="model")
+            raise ConfigError(f"generation_config.json: {key} is {value!r}, wanted a number")
     return found
 
 
@@ -177,9 +174,7 @@ def recommended_max_tokens(directory: Path) -> int | None:
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or value < 1 or value != int(value):
-        raise ConfigError(
-            f"generation_config.json: max_new_tokens is {value!r}, wanted an integer of at least 1", field="model"
-        )
+        raise ConfigError(f"generation_config.json: max_new_tokens is {value!r}, wanted an integer of at least 1")
     return int(value)
 
 
@@ -203,9 +198,7 @@ def _token_id(tokenizer: Mapping[str, Any], text: str) -> int | None:
             return vocabulary.get(text)
         return next((index for index, (piece, _) in enumerate(vocabulary) if piece == text), None)  # Unigram: pairs in order
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"tokenizer.json: is not a tokenizer's file: {error!r}; download the model again", field="model"
-        ) from error
+        raise ConfigError(f"tokenizer.json: is not a tokenizer's file: {error!r}; download the model again") from error
 
 
 def _from_hub(name: str, *, weights: bool) -> Path:
@@ -233,7 +226,7 @@ def _check_cache() -> None:
             next(cache.iterdir(), None)
     except PermissionError as error:
         why = f"--model: the Hub cache {cache} may not be read: {no_access(error)}, or set HF_HOME to another"
-        raise ConfigError(why, field="model") from error
+        raise ConfigError(why) from error
 
 
 def _is_whole(directory: Path, *, weights: bool) -> bool:
@@ -257,4 +250,4 @@ def _config_from_hub(name: str) -> Path:
 
 def _unfetched(where: str, error: Exception, wanted: str) -> ConfigError:
     first = str(error).strip().splitlines()[0]
-    return ConfigError(f"--model: {where} could not be fetched ({first}); give {wanted}", field="model")
+    return ConfigError(f"--model: {where} could not be fetched ({first}); give {wanted}")

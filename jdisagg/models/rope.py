@@ -46,24 +46,20 @@ class RopeSpec:
             factors = np.append(rope.inverse_frequencies(), np.float32(rope.attention_factor))
             if np.isfinite(factors).all() and factors[-1] > 0 and rope.longest(LONGEST) > 0:
                 return rope
-        raise ConfigError(f"config.json: {key} is {told(str(values))}, and no rotation follows from such numbers", field=key)
+        raise ConfigError(f"config.json: {key} is {told(str(values))}, and no rotation follows from such numbers")
 
     @classmethod
     def _read(cls, config: Mapping[str, Any], key: str, values: dict[str, Any], head_dim: int) -> RopeSpec:
-        theta = positive_number(
-            values.get("rope_theta") or config.get("rope_theta") or 10000.0, "rope_theta", field="rope_theta"
-        )
+        theta = positive_number(values.get("rope_theta") or config.get("rope_theta") or 10000.0, "rope_theta")
         kind = values.get("rope_type", "default")
         if kind not in ("default", "linear", "llama3", "yarn"):
-            raise ConfigError(f"config.json: {key}.rope_type is {kind!r}, wanted default | linear | llama3 | yarn", field=key)
+            raise ConfigError(f"config.json: {key}.rope_type is {kind!r}, wanted default | linear | llama3 | yarn")
         partial = values.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
         if partial not in (None, 1.0):
-            raise ConfigError(f"config.json: partial_rotary_factor is {partial!r}, wanted 1.0", field="partial_rotary_factor")
+            raise ConfigError(f"config.json: partial_rotary_factor is {partial!r}, wanted 1.0")
         if kind == "default":
             if values.get("factor") not in (None, 1.0):  # transformers leaves it out with a warning, vLLM refuses it
-                raise ConfigError(
-                    f"config.json: {key}.factor is {values['factor']!r}, wanted a rope_type that uses it", field=key
-                )
+                raise ConfigError(f"config.json: {key}.factor is {values['factor']!r}, wanted a rope_type that uses it")
             return cls(head_dim=head_dim, theta=theta)
         if kind == "linear":
             return cls(head_dim=head_dim, theta=theta, kind=kind, factor=_number(values, key, "factor"))
@@ -76,9 +72,7 @@ class RopeSpec:
             return YarnSpec.of(values, key, head_dim, theta)
         low, high = _number(values, key, "low_freq_factor"), _number(values, key, "high_freq_factor")
         if high <= low:
-            raise ConfigError(
-                f"config.json: {key}.high_freq_factor is {high}, wanted more than low_freq_factor = {low}", field=key
-            )
+            raise ConfigError(f"config.json: {key}.high_freq_factor is {high}, wanted more than low_freq_factor = {low}")
         return cls(
             head_dim=head_dim,
             theta=theta,
@@ -138,7 +132,7 @@ class YarnSpec(RopeSpec):
     def of(cls, values: Mapping[str, Any], key: str, head_dim: int, theta: float) -> YarnSpec:
         """Of what config.json has under `key`. Raises ConfigError naming it."""
         if theta <= 1:
-            raise ConfigError(f"config.json: rope_theta is {theta}, wanted more than 1, as {key} is yarn", field="rope_theta")
+            raise ConfigError(f"config.json: rope_theta is {theta}, wanted more than 1, as {key} is yarn")
         factor = _number(values, key, "factor")
         optional = {  # transformers takes a 0 for left out, but for the first one
             name: _number(values, key, name)
@@ -147,9 +141,9 @@ class YarnSpec(RopeSpec):
         }
         fast, slow = optional.get("beta_fast", 32.0), optional.get("beta_slow", 1.0)
         if fast <= slow:
-            raise ConfigError(f"config.json: {key}.beta_fast is {fast}, wanted more than beta_slow = {slow}", field=key)
+            raise ConfigError(f"config.json: {key}.beta_fast is {fast}, wanted more than beta_slow = {slow}")
         if not isinstance(truncate := values.get("truncate", True), bool):
-            raise ConfigError(f"config.json: {key}.truncate is {truncate!r}, wanted true or false", field=key)
+            raise ConfigError(f"config.json: {key}.truncate is {truncate!r}, wanted true or false")
         if "mscale" in optional and "mscale_all_dim" in optional:
             sharpness = _sharpness(factor, optional["mscale"]) / _sharpness(factor, optional["mscale_all_dim"])
         else:
@@ -200,10 +194,10 @@ def _sharpness(factor: float, scale: float = 1.0) -> float:
 def _given(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """What config.json says, under the key that says it. Both keys may be there, if the one does not contradict the other."""
     for name in sorted(config.keys() - set(_AT_TOP)):
-        _refuse_misspelt(name, _AT_TOP, name, field="rope_scaling")
+        _refuse_misspelt(name, _AT_TOP, name)
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(config.get(key) or {}, Mapping):
-            raise ConfigError(f"config.json: {key} is {config[key]!r}, wanted an object", field=key)
+            raise ConfigError(f"config.json: {key} is {config[key]!r}, wanted an object")
     new, old = dict(config.get("rope_parameters") or {}), dict(config.get("rope_scaling") or {})
     for values in (new, old):
         if values:
@@ -211,29 +205,28 @@ def _given(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     for name in sorted(new.keys() & old.keys()):
         if new[name] != old[name]:
             raise ConfigError(
-                f"config.json: rope_scaling.{name} is {old[name]!r} but rope_parameters.{name} is {new[name]!r}; keep one",
-                field="rope_scaling",
+                f"config.json: rope_scaling.{name} is {old[name]!r} but rope_parameters.{name} is {new[name]!r}; keep one"
             )
     key = "rope_parameters" if new else "rope_scaling"
     for name in sorted((new.keys() | old.keys()) - set(_KEYS)):
-        _refuse_misspelt(name, _KEYS, f"{key if name in new else 'rope_scaling'}.{name}", field=key)
+        _refuse_misspelt(name, _KEYS, f"{key if name in new else 'rope_scaling'}.{name}")
     for name, value in new.items():
         if isinstance(value, Mapping):
-            raise ConfigError(f"config.json: {key}.{name} is {value!r}, wanted one rotation for all layers", field=key)
+            raise ConfigError(f"config.json: {key}.{name} is {value!r}, wanted one rotation for all layers")
     return key, {**old, **new}
 
 
-def _refuse_misspelt(name: str, keys: tuple[str, ...], where: str, *, field: str) -> None:
+def _refuse_misspelt(name: str, keys: tuple[str, ...], where: str) -> None:
     if close := difflib.get_close_matches(name, keys, n=1, cutoff=_ALIKE):
-        raise ConfigError(f"config.json: {where} is no key that is read; did you mean {close[0]}?", field=field)
+        raise ConfigError(f"config.json: {where} is no key that is read; did you mean {close[0]}?")
 
 
 def _number(values: Mapping[str, Any], key: str, name: str) -> float:
-    return positive_number(values.get(name), f"{key}.{name}", field=key)
+    return positive_number(values.get(name), f"{key}.{name}")
 
 
-def positive_number(value: Any, name: str, *, field: str) -> float:
-    """`value`, which config.json calls `name`, as a float above 0 and below infinity. Raises ConfigError of `field`."""
+def positive_number(value: Any, name: str) -> float:
+    """`value`, which config.json calls `name`, as a float above 0 and below infinity. Raises ConfigError."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-        raise ConfigError(f"config.json: {name} is {value!r}, wanted a positive number", field=field)
+        raise ConfigError(f"config.json: {name} is {value!r}, wanted a positive number")
     return float(value)

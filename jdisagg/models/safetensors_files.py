@@ -33,7 +33,7 @@ def tensor_files(directory: Path) -> dict[str, Path]:
     found = _indexed(index, single) if index.is_file() else _united([single] if single.is_file() else _weight_files(directory))
     for name, file in found.items():
         if _QUANTIZED.fullmatch(name):
-            raise ConfigError(f"{file}: {name} is part of a quantized weight, wanted unquantized weights", field="model")
+            raise ConfigError(f"{file}: {name} is part of a quantized weight, wanted unquantized weights")
     return found
 
 
@@ -57,7 +57,7 @@ def check_layers(directory: Path, num_layers: int) -> None:
     for suffix, layers in sorted(found.items()):
         missing += [f"model.layers.{layer}.{suffix}" for layer in range(num_layers) if layer not in layers]
     if missing:
-        raise ConfigError(f"{directory}: {len(missing)} tensors are missing, first {missing[0]}", field="model")
+        raise ConfigError(f"{directory}: {len(missing)} tensors are missing, first {missing[0]}")
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def opened(file: Path) -> Iterator[Any]:
     try:
         handle = safe_open(file, framework="np")
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{file}: not readable as safetensors: {why(file, error)}", field="model") from error
+        raise ConfigError(f"{file}: not readable as safetensors: {why(file, error)}") from error
     with handle:
         yield handle
 
@@ -75,18 +75,18 @@ def _indexed(index: Path, single: Path) -> dict[str, Path]:
     """As the index says, when the files do not say otherwise."""
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise ConfigError(f"{index}: weight_map is {type(weight_map).__name__}, wanted an object", field="model")
+        raise ConfigError(f"{index}: weight_map is {type(weight_map).__name__}, wanted an object")
     found = {name: index.parent / _beside(index, file) for name, file in weight_map.items()}
     held = {file: _names(file) for file in sorted(set(found.values()))}
     for name, file in found.items():
         if name not in held[file]:
-            raise ConfigError(f"{file}: no tensor {name}, which {index.name} says is there", field="model")
+            raise ConfigError(f"{file}: no tensor {name}, which {index.name} says is there")
     for file, names in held.items():
         for name in sorted(names):
             if found.get(name, file) != file:
                 raise _twice(name, file, found[name])
     if single.is_file() and single not in held:
-        raise ConfigError(f"{single} is there, too, and {index.name} does not name it; remove one of them", field="model")
+        raise ConfigError(f"{single} is there, too, and {index.name} does not name it; remove one of them")
     return found
 
 
@@ -112,9 +112,9 @@ def _weight_files(directory: Path) -> list[Path]:
 
 def _beside(index: Path, file: object) -> str:
     if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:
-        raise ConfigError(f"{index}: weight_map names {file!r}, wanted the name of a file beside it", field="model")
+        raise ConfigError(f"{index}: weight_map names {file!r}, wanted the name of a file beside it")
     return file
 
 
 def _twice(name: str, file: Path, other: Path) -> ConfigError:
-    return ConfigError(f"{file}: tensor {name} is in {other.name} too; keep one", field="model")
+    return ConfigError(f"{file}: tensor {name} is in {other.name} too; keep one")

@@ -32,8 +32,7 @@ def load_safetensors(directory: Path, spec: ModelSpec, mesh: Mesh, dtype: str) -
     if spec.tied and OUTPUT in files and not _repeats_embedding(files):
         raise ConfigError(
             f"{files[OUTPUT]}: {OUTPUT} is not the embedding, which by tie_word_embeddings in config.json it is; "
-            "write false there, or remove the tensor",
-            field="model",
+            "write false there, or remove the tensor"
         )
 
     def make(_: ParamPath, declared: Declared) -> jax.Array:
@@ -53,7 +52,7 @@ def load_safetensors(directory: Path, spec: ModelSpec, mesh: Mesh, dtype: str) -
     params = build(spec, make)
     for file, state in states.items():
         if _state(file) != state:
-            raise ConfigError(f"{file}: was changed while it was read; start again", field="model")
+            raise ConfigError(f"{file}: was changed while it was read; start again")
     return params
 
 
@@ -69,15 +68,14 @@ def _state(file: Path) -> tuple[int, int, int] | None:
 def _check_names(directory: Path, spec: ModelSpec, files: Mapping[str, Path]) -> None:
     wanted = {declared.name for declared in declarations(spec).values()}
     if missing := sorted(wanted - files.keys()):
-        raise ConfigError(f"{directory}: {len(missing)} tensors are missing, first {missing[0]}", field="model")
+        raise ConfigError(f"{directory}: {len(missing)} tensors are missing, first {missing[0]}")
     extra = sorted(name for name in files.keys() - wanted if not name.endswith(DERIVED))
     if spec.tied:
         extra = [name for name in extra if name != OUTPUT]
     if extra:
         raise ConfigError(
             f"{files[extra[0]]}: {len(extra)} tensors that {spec.architecture} does not have, first {extra[0]}; "
-            "is config.json of the same checkpoint?",
-            field="model",
+            "is config.json of the same checkpoint?"
         )
 
 
@@ -102,6 +100,6 @@ def _row_slabs(shape: tuple[int, ...]) -> Iterator[Slab]:
 def _check(file: Path, name: str, tensor: Any, wanted: tuple[int, ...]) -> None:
     shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
     if shape != wanted:
-        raise ConfigError(f"{file}: tensor {name} is {list(shape)}, wanted {list(wanted)} by config.json", field="model")
+        raise ConfigError(f"{file}: tensor {name} is {list(shape)}, wanted {list(wanted)} by config.json")
     if dtype not in _FLOATS:
-        raise ConfigError(f"{file}: tensor {name} is {dtype}, wanted one of {', '.join(_FLOATS)}", field="model")
+        raise ConfigError(f"{file}: tensor {name} is {dtype}, wanted one of {', '.join(_FLOATS)}")

@@ -25,10 +25,7 @@ RULES: Mapping[str, str | None] = {
 def make_mesh(devices: Sequence[Any], tp: int) -> Mesh:
     """A mesh over the first `tp` devices. Axis types are said: jax.make_mesh defaults to Explicit, this code relies on Auto."""
     if tp < 1 or len(devices) < tp:
-        raise ConfigError(
-            f"--tensor-parallel-size is {tp}, wanted 1 to {len(devices)}, the number of usable devices",
-            field="tensor_parallel_size",
-        )
+        raise ConfigError(f"--tensor-parallel-size is {tp}, wanted 1 to {len(devices)}, the number of usable devices")
     return Mesh(np.asarray(devices[:tp]), ("tp",), axis_types=(AxisType.Auto,))
 
 

@@ -92,7 +92,7 @@ class ModelSpec:
             num_layers=_positive(config, "num_hidden_layers"),
             attention=attention,
             rope=rope,
-            norm_eps=positive_number(config.get("rms_norm_eps", 1e-6), "rms_norm_eps", field="rms_norm_eps"),
+            norm_eps=positive_number(config.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
             mlp_bias=architecture == "LlamaForCausalLM" and _flag(config, "mlp_bias"),
             tied=_flag(config, "tie_word_embeddings"),
             max_model_len=rope.longest(min(_positive(config, "max_position_embeddings"), LONGEST)),
@@ -188,4 +188,4 @@ def _flag(config: Mapping[str, Any], key: str) -> bool:
 
 
 def _unsupported(key: str, got: object, wanted: str) -> ConfigError:
-    return ConfigError(f"config.json: {key} is {got!r}, wanted {wanted}", field=key)
+    return ConfigError(f"config.json: {key} is {got!r}, wanted {wanted}")

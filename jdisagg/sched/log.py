@@ -97,8 +97,7 @@ class LoggedScheduler(Scheduler):
                 self._file = _take_over(Path(config.schedule_log))
             except OSError as error:
                 raise ConfigError(
-                    f"--schedule-log: {config.schedule_log} cannot be written: {error.strerror}; name another file",
-                    field="schedule_log",
+                    f"--schedule-log: {config.schedule_log} cannot be written: {error.strerror}; name another file"
                 ) from error
             self._write({"call": "__init__", "args": encode([config]), "kwargs": _plain({"role": role, **sizes})})
 

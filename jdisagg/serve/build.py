@@ -159,8 +159,7 @@ def _colocated(
     if len(devices) < tp_p + tp_d:
         raise ConfigError(
             f"--role colocated: got {len(devices)} devices, wanted {tp_p} for prefill and {tp_d} for decode; "
-            "give more with --devices or lower --prefill-tp and --decode-tp",
-            field="devices",
+            "give more with --devices or lower --prefill-tp and --decode-tp"
         )
     prefill = core_of(_logging_to(config, "prefill"), Role.PREFILL, devices[:tp_p], tp=tp_p)
     decode = core_of(_logging_to(config, "decode"), Role.DECODE, devices[tp_p:], tp=tp_d)

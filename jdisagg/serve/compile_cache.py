@@ -36,8 +36,7 @@ def usable_cache_dir(chosen: str | None) -> Path:
                 return path.absolute()
     raise ConfigError(
         f"--compilation-cache-dir: {candidates[-1]} is not writable ({problem or 'permission denied'}); "
-        "name another directory, or 'off'",
-        field="--compilation-cache-dir",
+        "name another directory, or 'off'"
     )
 
 

@@ -27,7 +27,7 @@ def usable_devices(config: Config) -> list[Any]:
         advice = (
             "" if tpu is None else "; a TPU chip serves one process: give each its own, such as --devices 0 and --devices 1"
         )
-        raise ConfigError(f"--devices: jax cannot start: {error}{advice}", field="--devices") from error
+        raise ConfigError(f"--devices: jax cannot start: {error}{advice}") from error
     chosen = choose_devices(devices, config.device.devices, num_processes=jax.process_count(), tpu=tpu)
     if sys.platform == "linux" and chosen[0].platform == "cpu":
         check_processor(CPUINFO)
@@ -44,8 +44,7 @@ def check_processor(cpuinfo: Path) -> None:
     if why:
         raise ConfigError(
             f"--devices: jax cannot compute on this CPU without {cpuinfo}: {why}; mount all of /proc (of systemd's settings: "
-            "ProcSubset=all)",
-            field="--devices",
+            "ProcSubset=all)"
         )
 
 
@@ -58,14 +57,12 @@ def choose_devices(devices: Sequence[Any], wanted: str | None, *, num_processes:
         raise ConfigError(
             f"--devices: this is one of {num_processes} processes of a slice over several hosts, and a worker runs on one; "
             "make each host a slice of its own, by its environment: TPU_PROCESS_BOUNDS=1,1,1 "
-            f"TPU_CHIPS_PER_PROCESS_BOUNDS={block} TPU_VISIBLE_CHIPS={chips}",
-            field="--devices",
+            f"TPU_CHIPS_PER_PROCESS_BOUNDS={block} TPU_VISIBLE_CHIPS={chips}"
         )
     if tpu is not None and devices[0].platform == "cpu":
         raise ConfigError(
             f"--devices: this machine has {tpu.num_chips} TPU chips, and jax would compute on its CPU: install libtpu "
-            "(scripts/setup.sh --accelerator tpu), or set JAX_PLATFORMS=cpu if that is meant",
-            field="--devices",
+            "(scripts/setup.sh --accelerator tpu), or set JAX_PLATFORMS=cpu if that is meant"
         )
     if wanted is None:
         return list(devices)
@@ -73,7 +70,6 @@ def choose_devices(devices: Sequence[Any], wanted: str | None, *, num_processes:
     if max(indices) >= len(devices):
         raise ConfigError(
             f"--devices: got {wanted!r}, wanted indices below {len(devices)}: jax has {len(devices)} devices "
-            f"({devices[0].platform})",
-            field="--devices",
+            f"({devices[0].platform})"
         )
     return [devices[index] for index in indices]

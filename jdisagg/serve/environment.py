@@ -39,16 +39,12 @@ def pin_to_cores(device: DeviceConfig) -> None:
     if device.cpu_affinity is None:
         return
     if not hasattr(os, "sched_setaffinity"):
-        raise ConfigError(
-            "--cpu-affinity: this operating system cannot pin processes; leave the flag out", field="--cpu-affinity"
-        )
+        raise ConfigError("--cpu-affinity: this operating system cannot pin processes; leave the flag out")
     try:
         os.sched_setaffinity(0, parse_ranges(device.cpu_affinity, "--cpu-affinity"))
     except OSError as error:
         usable = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-        raise ConfigError(
-            f"--cpu-affinity: got {device.cpu_affinity!r}, wanted cores out of {usable}", field="--cpu-affinity"
-        ) from error
+        raise ConfigError(f"--cpu-affinity: got {device.cpu_affinity!r}, wanted cores out of {usable}") from error
 
 
 def num_devices_needed(config: Config) -> int:

@@ -101,8 +101,7 @@ def split_devices(devices: str | None, needs: Sequence[int]) -> list[str | None]
     if max(needs, default=0) > len(indices):
         raise ConfigError(
             f"--devices: got {devices!r} ({len(indices)} devices), wanted at least {max(needs)} for the largest worker; "
-            "name more devices or lower --prefill-tp / --decode-tp",
-            field="--devices",
+            "name more devices or lower --prefill-tp / --decode-tp"
         )
     starts = [sum(needs[:i]) for i in range(len(needs))] if sum(needs) <= len(indices) else [0] * len(needs)
     return [",".join(map(str, indices[start : start + need])) for start, need in zip(starts, needs, strict=True)]

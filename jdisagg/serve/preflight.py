@@ -45,6 +45,5 @@ def _check_pool(config: Config) -> None:
     if 0 < holds < wanted:
         raise ConfigError(
             f"--max-model-len: got {wanted}, but a pool of {cache.num_pages} pages of {cache.page_size} tokens holds {holds}; "
-            f"lower it to {holds}, or give --num-pages {-(-wanted // cache.page_size) + 1}",
-            field="max_model_len",
+            f"lower it to {holds}, or give --num-pages {-(-wanted // cache.page_size) + 1}"
         )

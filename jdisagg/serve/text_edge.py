@@ -72,5 +72,5 @@ def sampling_defaults(directory: Path) -> SamplingParams:
     try:
         check_ranges(defaults)
     except InvalidRequest as error:
-        raise ConfigError(f"{directory / 'generation_config.json'}: {error.message}; change it there", field="model") from error
+        raise ConfigError(f"{directory / 'generation_config.json'}: {error.message}; change it there") from error
     return defaults

@@ -65,8 +65,7 @@ def claim_chips(config: Config, environ: MutableMapping[str, str], tpu: TpuHost 
         larger = next((size for size in BOUNDS if size > len(chips)), tpu.num_chips)
         raise ConfigError(
             f"--devices: got {wanted!r}, which is {len(chips)} TPU chips, wanted 1, 2, 4 or all {tpu.num_chips}: libtpu shows "
-            f"a process a block of them; give {larger} and use fewer of them (--tensor-parallel-size)",
-            field="--devices",
+            f"a process a block of them; give {larger} and use fewer of them (--tensor-parallel-size)"
         )
     port = str(_FIRST_PORT + chips[0])
     environ.update(
@@ -89,16 +88,14 @@ def share_chips(tpu: TpuHost, devices: str | None, needs: Sequence[int], environ
     are aligned. Raises ConfigError when there are too few."""
     if (variable := _chosen(environ)) is not None:
         raise ConfigError(
-            f"{variable} is set, and every worker of this fleet would see the same chips; unset it and give --devices",
-            field="--devices",
+            f"{variable} is set, and every worker of this fleet would see the same chips; unset it and give --devices"
         )
     chips = list(range(tpu.num_chips)) if devices is None else _chips(tpu, devices)
     sizes = [_block(tpu, need) for need in needs]
     if sum(sizes) > len(chips):
         raise ConfigError(
             f"--prefill-tp: the workers want {sum(sizes)} TPU chips, and there are {len(chips)}; a chip serves one process: "
-            "lower --prefill-tp, --decode-tp or the number of workers, or give --role colocated, which is one process",
-            field="--prefill-tp",
+            "lower --prefill-tp, --decode-tp or the number of workers, or give --role colocated, which is one process"
         )
     shares, first = [""] * len(sizes), 0
     for worker in sorted(range(len(sizes)), key=lambda worker: -sizes[worker]):
@@ -114,8 +111,7 @@ def _chips(tpu: TpuHost, devices: str) -> list[int]:
     indices, num_devices = parse_ranges(devices, "--devices"), tpu.num_chips * tpu.devices_per_chip
     if max(indices) >= num_devices:
         raise ConfigError(
-            f"--devices: got {devices!r}, wanted indices below {num_devices}: this machine has {tpu.num_chips} TPU chips",
-            field="--devices",
+            f"--devices: got {devices!r}, wanted indices below {num_devices}: this machine has {tpu.num_chips} TPU chips"
         )
     return sorted({index // tpu.devices_per_chip for index in indices})
 

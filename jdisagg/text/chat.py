@@ -57,7 +57,7 @@ class ChatTemplate:
             self._tool_template = self._template if tool_source is None else environment.from_string(tool_source)
             self.shows_tools = "tools" in meta.find_undeclared_variables(environment.parse(of_tools))
         except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(f"chat template, line {error.lineno}: {error.message}", field="model") from error
+            raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
         self._form = self._tool_form = find_form(partial(self._fill, self._template))
         if tool_source is not None:
             self._tool_form = find_form(partial(self._fill, self._tool_template, tools=_PROBE_TOOLS))

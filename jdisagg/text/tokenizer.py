@@ -62,9 +62,7 @@ class Tokenizer:
         """
         path = directory / "tokenizer.json"
         if not path.is_file():
-            raise ConfigError(
-                f"no tokenizer.json in {directory}: convert the tokenizer to the fast format and save it there", field="model"
-            )
+            raise ConfigError(f"no tokenizer.json in {directory}: convert the tokenizer to the fast format and save it there")
         config, template_path = read_tokenizer_config(directory), directory / "chat_template.jinja"
         files = {"default": template_path} if template_path.is_file() else {}
         files |= {file.stem: file for file in sorted((directory / ADDITIONAL_TEMPLATES).glob("*.jinja"))}
@@ -184,7 +182,5 @@ def _named_templates(entry: Any) -> Mapping[str, str]:
         objects = [item if isinstance(item, dict) else {} for item in entry]
         named = {item.get("name"): item.get("template") for item in objects}
     if not all(isinstance(name, str) and isinstance(text, str) for name, text in named.items()):
-        raise ConfigError(
-            "tokenizer_config.json: chat_template is neither a text nor a list of objects with name and template", field="model"
-        )
+        raise ConfigError("tokenizer_config.json: chat_template is neither a text nor a list of objects with name and template")
     return named

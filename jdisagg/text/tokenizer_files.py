@@ -74,7 +74,7 @@ def read(path: Path, reader: Callable[[Path], T]) -> T:
     try:
         return reader(path)
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not readable: {why(path, error)}", field="model") from error
+        raise ConfigError(f"{path}: not readable: {why(path, error)}") from error
 
 
 def _object_if_there(path: Path) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def _text(entry: Any) -> str | None:
     """A special token is written as text or as an object with `content`. Raises ConfigError for anything else."""
     text = entry.get("content") if isinstance(entry, dict) else entry
     if text is not None and not isinstance(text, str):
-        raise ConfigError(f"{CONFIG_FILE}: a special token is {entry!r}, wanted its text", field="model")
+        raise ConfigError(f"{CONFIG_FILE}: a special token is {entry!r}, wanted its text")
     return text
 
 
@@ -102,7 +102,7 @@ def _unnamed(config: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(entries, dict):  # those have names
         return
     if isinstance(entries, str):
-        raise ConfigError(f"{CONFIG_FILE}: {_UNNAMED[1]} is {entries!r}, wanted a list of tokens", field="model")
+        raise ConfigError(f"{CONFIG_FILE}: {_UNNAMED[1]} is {entries!r}, wanted a list of tokens")
     yield from (text for entry in entries if (text := _text(entry)) is not None)
 
 
@@ -113,12 +113,12 @@ def _decoder(config: Mapping[str, Any]) -> list[tuple[int, tokenizers.AddedToken
         flags = {index: {flag: bool(entry[flag]) for flag in _FLAGS if flag in entry} for index, entry in given.items()}
         return [(index, tokenizers.AddedToken(given[index]["content"], **flags[index])) for index in sorted(given)]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{CONFIG_FILE}: {_DECODER} is no table of ids and tokens: {error!r}", field="model") from error
+        raise ConfigError(f"{CONFIG_FILE}: {_DECODER} is no table of ids and tokens: {error!r}") from error
 
 
 def _added(config: Mapping[str, Any]) -> list[tuple[int, tokenizers.AddedToken]]:
     """The tokens of added_tokens.json in the order of their ids; `add_tokens` makes those special that are."""
     given: Mapping[str, Any] = config.get(ADDED) or {}
     if not all(isinstance(index, int) for index in given.values()):
-        raise ConfigError(f"{ADDED_FILE}: holds {dict(given)!r:.80}, wanted a table of tokens and ids", field="model")
+        raise ConfigError(f"{ADDED_FILE}: holds {dict(given)!r:.80}, wanted a table of tokens and ids")
     return [(index, tokenizers.AddedToken(text)) for text, index in sorted(given.items(), key=lambda item: item[1])]

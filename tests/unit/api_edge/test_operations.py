@@ -245,9 +245,8 @@ def test_a_taken_port_is_a_configuration_error(tokenizer: Tokenizer) -> None:
     async def check() -> None:
         app = make_app(None, FakeEngine(tokenizer, "fox"), lambda: "")
         server = HttpServer(app, listen(), stop_timeout_s=5.0)
-        with pytest.raises(ConfigError, match=f"port {server.port}.*choose another") as caught:
+        with pytest.raises(ConfigError, match=f"port {server.port}.*choose another"):
             listen(port=server.port)
-        assert caught.value.field == "port"
         await server.stop()
         await asyncio.sleep(0)
 

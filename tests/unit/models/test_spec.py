@@ -135,9 +135,8 @@ def test_kv_spec_is_a_window_group_only_when_every_layer_has_it(config: dict[str
     ],
 )
 def test_what_cannot_be_served_is_refused_by_key(config: dict[str, Any], change: dict[str, Any], key: str) -> None:
-    with pytest.raises(ConfigError, match=key) as caught:
+    with pytest.raises(ConfigError, match=rf"^config\.json: {key}\b"):
         ModelSpec.from_config({**config, **change})
-    assert caught.value.field == key
 
 
 @pytest.mark.parametrize("none", [None, {}])

@@ -176,16 +176,14 @@ def test_a_deadline_ends_its_request_alone_wherever_it_is() -> None:
 )
 def test_sizes_that_cannot_work_say_what_to_change(field: str, value: Any, advice: str) -> None:
     config = SchedulerConfig(**{"max_num_seqs": 4, "max_num_batched_tokens": 8, field: value})
-    with pytest.raises(ConfigError, match=advice) as caught:
+    with pytest.raises(ConfigError, match=f"^{field} is .*{advice}"):
         Scheduler(config, role=Role.UNIFIED, max_model_len=64, page_size=4, num_pages=9, eos_token_ids=(EOS,))
-    assert caught.value.field == field
 
 
 @pytest.mark.parametrize("reads", [1, MIN_READS - 1])
 def test_a_read_budget_that_serves_nobody_is_refused_with_the_number_to_use(reads: int) -> None:
-    with pytest.raises(ConfigError, match=f"max_num_kv_read_tokens is {reads}; use {MIN_READS} or more, or 0") as raised:
+    with pytest.raises(ConfigError, match=f"max_num_kv_read_tokens is {reads}; use {MIN_READS} or more, or 0"):
         FakeEngine(Role.UNIFIED, max_num_kv_read_tokens=reads)
-    assert raised.value.field == "max_num_kv_read_tokens"
 
 
 @pytest.mark.parametrize("reads", [0, MIN_READS])

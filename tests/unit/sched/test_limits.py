@@ -191,7 +191,7 @@ def test_whoever_follows_the_advice_gets_in(num_prompt: int, max_tokens: int, nu
 def test_a_count_of_nothing_is_refused(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_config(replace(CONFIG, **{name: 0}), LIMITS)
-    assert (caught.value.field, caught.value.message) == (name, f"{name} is 0; use at least 1")
+    assert caught.value.message == f"{name} is 0; use at least 1"
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_negative_amount_is_refused_and_zero_is_not(name: str) -> None:
     check_config(replace(CONFIG, **{name: 0}), LIMITS)
     with pytest.raises(ConfigError) as caught:
         check_config(replace(CONFIG, **{name: -1}), LIMITS)
-    assert (caught.value.field, caught.value.message) == (name, f"{name} is -1; use 0 or more")
+    assert caught.value.message == f"{name} is -1; use 0 or more"
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "prefill-first"])
@@ -213,7 +213,6 @@ def test_every_policy_that_a_refusal_offers_is_one(policy: str) -> None:
     check_config(replace(CONFIG, scheduling_policy=policy), LIMITS)
     with pytest.raises(ConfigError) as caught:
         check_config(replace(CONFIG, scheduling_policy="lifo"), LIMITS)
-    assert caught.value.field == "scheduling_policy"
     assert caught.value.message == "scheduling_policy is 'lifo'; use fcfs, priority, prefill-first"
 
 
@@ -223,7 +222,6 @@ def test_the_safety_margin_is_a_share_below_one() -> None:
     for share in (-0.01, 1.0):
         with pytest.raises(ConfigError) as caught:
             check_config(replace(CONFIG, safety_margin=share), LIMITS)
-        assert caught.value.field == "safety_margin"
         assert caught.value.message == f"safety_margin is {share}; use 0 <= share < 1"
 
 
@@ -232,7 +230,6 @@ def test_without_chunks_a_step_has_to_hold_the_longest_prompt() -> None:
     check_config(whole, LIMITS)
     with pytest.raises(ConfigError) as caught:
         check_config(replace(whole, max_num_batched_tokens=63), LIMITS)
-    assert caught.value.field == "max_num_batched_tokens"
     assert caught.value.message == (
         "max_num_batched_tokens is 63, and without chunked prefill one step computes up to 64 tokens; "
         "use --max-num-batched-tokens 64, or chunks"
@@ -252,7 +249,6 @@ def test_the_step_holds_every_decode_with_its_lookahead_or_says_how_large_it_has
         return
     with pytest.raises(ConfigError) as caught:
         check_config(config, limits)
-    assert caught.value.field == "max_num_batched_tokens"
     assert caught.value.message == (
         f"max_num_batched_tokens is {budget}, but {num_seqs} sequences decode {rows} tokens a step; "
         f"use --max-num-batched-tokens {rows} or more, or fewer --max-num-seqs"

@@ -269,6 +269,5 @@ def test_a_log_has_one_writer_and_keeps_what_the_one_before_wrote(tmp_path: Path
 def test_a_log_that_cannot_be_opened_is_a_bad_configuration(tmp_path: Path, place: str) -> None:
     (tmp_path / "log.jsonl").mkdir()
     config = SchedulerConfig(schedule_log=f"{tmp_path}/{place}")
-    with pytest.raises(ConfigError, match=r"--schedule-log: .* cannot be written: .*; name another file") as caught:
+    with pytest.raises(ConfigError, match=r"--schedule-log: .* cannot be written: .*; name another file"):
         make_scheduler(config, role=Role.UNIFIED, **SIZES)
-    assert caught.value.field == "schedule_log"

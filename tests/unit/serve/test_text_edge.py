@@ -51,9 +51,8 @@ def test_a_top_k_that_is_off_is_none(tmp_path: Path, top_k: float, wanted: int |
 def test_a_recommendation_that_no_request_may_have_is_the_model_s_fault(tmp_path: Path, key: str, value: object) -> None:
     """Else every client that leaves it out is told that it sent it."""
     (tmp_path / "generation_config.json").write_text(json.dumps({key: value}))
-    with pytest.raises(ConfigError, match=f"generation_config.json: {key}") as refused:
+    with pytest.raises(ConfigError, match=f"generation_config.json: {key}"):
         read_text_model(train_byte_level(tmp_path))
-    assert refused.value.field == "model"
 
 
 def test_a_recommendation_that_is_null_is_none(tmp_path: Path) -> None:

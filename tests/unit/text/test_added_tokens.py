@@ -125,6 +125,5 @@ def test_what_is_no_token_is_refused(byte_level_directory: Path, tmp_path: Path,
     shutil.copy(byte_level_directory / "tokenizer.json", tmp_path)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / file).write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=f"^{file}: ") as caught:
+    with pytest.raises(ConfigError, match=f"^{file}: "):
         Tokenizer.from_directory(tmp_path)
-    assert caught.value.field == "model"

@@ -157,15 +157,13 @@ def test_templates_are_sandboxed_and_checked_at_load(byte_level_directory: Path,
     with pytest.raises(InvalidRequest, match="unsafe"):
         chat.render([])
     path.write_text("{% if %}")
-    with pytest.raises(ConfigError, match="line 1") as caught:
+    with pytest.raises(ConfigError, match="line 1"):
         Tokenizer.from_directory(tmp_path)
-    assert caught.value.field == "model"
 
 
 def test_a_directory_without_tokenizer_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no tokenizer\.json .* save it there") as caught:
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json .* save it there"):
         Tokenizer.from_directory(tmp_path)
-    assert caught.value.field == "model"
 
 
 @pytest.mark.parametrize(
@@ -184,9 +182,8 @@ def test_a_file_that_cannot_be_read_is_named(
 ) -> None:
     directory = shutil.copytree(byte_level_directory, tmp_path / "model")
     (directory / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=f"{name}: not readable: .*{why}") as caught:
+    with pytest.raises(ConfigError, match=f"{name}: not readable: .*{why}"):
         Tokenizer.from_directory(directory)
-    assert caught.value.field == "model"
 
 
 @pytest.mark.parametrize(
@@ -207,9 +204,8 @@ def test_what_tokenizer_config_says_with_a_value_of_the_wrong_kind_is_a_bad_conf
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     (directory / "config.json").write_text("{}")
     eos_token_ids(directory)
-    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: ") as caught:
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: "):
         Tokenizer.from_directory(directory)
-    assert caught.value.field == "model"
 
 
 @pytest.mark.parametrize(
@@ -227,9 +223,8 @@ def test_a_file_that_is_json_and_no_tokenizer_is_a_bad_configuration(tmp_path: P
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=r"tokenizer\.json: is not a tokenizer's file: ") as caught:
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: is not a tokenizer's file: "):
         eos_token_ids(tmp_path)
-    assert caught.value.field == "model"
 
 
 def test_the_packaged_model_tokenizes_and_chats_as_in_transformers() -> None:
