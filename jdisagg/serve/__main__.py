@@ -27,7 +27,7 @@ from jdisagg.serve.environment import (
     quiet_grpc,
 )
 from jdisagg.serve.preflight import check_worker
-from jdisagg.serve.process import end_when_told, search_seldom
+from jdisagg.serve.process import end_when_told, run_process, search_seldom
 from jdisagg.serve.tpu import claim_chips, find_tpu
 
 log = logging.getLogger("jdisagg.serve")  # what was started: this module is called __main__
@@ -73,7 +73,8 @@ def _run(argv: Sequence[str]) -> int:
         config = claim_chips(config, os.environ, find_tpu(os.environ))
         keep_freed_memory(os.environ)
         prepare_jax(config, os.environ)
-    return importlib.import_module(_MODULES.get(config.role, _WORKER_MODULE)).run(config)
+    module = importlib.import_module(_MODULES.get(config.role, _WORKER_MODULE))
+    return run_process(lambda process: module.serve(config, process))
 
 
 if __name__ == "__main__":

@@ -9,30 +9,14 @@ from __future__ import annotations
 import asyncio
 from time import monotonic
 
-from jdisagg.api.pulse import cancel_and_wait
 from jdisagg.core.metrics import Metrics
 
 LOOK_S = 0.1  # 10 looks a second cost 0.1 % of a core, and 100 of them are the p99 of ten seconds
 
 
-class Lateness:
-    """A task that sleeps a while and observes how much longer that took. Lives on the loop it watches."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._late_seconds = metrics.event_loop_late_seconds
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        """From now on."""
-        self._task = asyncio.create_task(self._look())
-
-    async def close(self) -> None:
-        """End the task; idempotent."""
-        if self._task is not None:
-            await cancel_and_wait(self._task)
-
-    async def _look(self) -> None:
-        while True:
-            due_s = monotonic() + LOOK_S
-            await asyncio.sleep(LOOK_S)
-            self._late_seconds.observe(max(0.0, monotonic() - due_s))
+async def observe_lateness(metrics: Metrics) -> None:
+    """Sleep a while, and observe how much longer that took; until cancelled, on the loop that is watched."""
+    while True:
+        due_s = monotonic() + LOOK_S
+        await asyncio.sleep(LOOK_S)
+        metrics.event_loop_late_seconds.observe(max(0.0, monotonic() - due_s))

@@ -23,7 +23,7 @@ from jdisagg.core.printed import to_flags
 from jdisagg.core.settings import API_KEY_VARIABLE, CLIENT_API_KEY_VARIABLE
 from jdisagg.core.values import parse_ranges
 from jdisagg.serve.child import ChildSpec
-from jdisagg.serve.process import Process, run_process
+from jdisagg.serve.process import Process
 from jdisagg.serve.ready import Ready, announce
 from jdisagg.serve.supervisor import Patience, StartFailed, Supervisor
 from jdisagg.serve.tpu import TpuHost, find_tpu, share_chips
@@ -35,11 +35,6 @@ FLEET_READY_S = 60.0  # from the last READY of a worker to a router that would s
 SERVE = (sys.executable, "-m", "jdisagg.serve")
 GRACE_BEYOND_DRAIN_S = 5.0
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy of the environment: it is this machine
-
-
-def run(config: Config) -> int:
-    """Supervise until SIGTERM; returns the exit status."""
-    return run_process(lambda process: supervise(config, process))
 
 
 def router_spec(config: Config, program: Sequence[str]) -> ChildSpec:
@@ -107,9 +102,9 @@ def split_devices(devices: str | None, needs: Sequence[int]) -> list[str | None]
     return [",".join(map(str, indices[start : start + need])) for start, need in zip(starts, needs, strict=True)]
 
 
-async def supervise(config: Config, process: Process, program: Sequence[str] = SERVE) -> int:
-    """Run the fleet of `config` until `process.stopping`, or until it can no longer be kept running; `program` is the command
-    that serves one role."""
+async def serve(config: Config, process: Process, program: Sequence[str] = SERVE) -> int:
+    """Run the fleet of `config` until `process.stopping`, or until it can no longer be kept running; returns the exit status.
+    `program` is the command that serves one role."""
     began_s = time.monotonic()
     supervisor = Supervisor(Patience(grace_s=config.server.drain_s + GRACE_BEYOND_DRAIN_S))
 

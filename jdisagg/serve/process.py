@@ -1,9 +1,6 @@
 """The life of a serving process: one asyncio loop, SIGTERM drains, SIGUSR1 shows what it is doing.
 
-    def run(config: Config) -> int:
-        return run_process(lambda process: serve(config, process))
-
-    async def serve(config, process):
+    async def serve(config, process):      # of each role's module
         ...                                # build the parts
         process.dump_with(parts.state)     # what SIGUSR1 shows besides stacks; before, for how long it has been starting
         ...                                # print READY

@@ -24,6 +24,7 @@ from jdisagg.api.grpc_health import HealthReporter
 from jdisagg.api.http.app import make_app
 from jdisagg.api.http.server import HttpServer
 from jdisagg.api.listening import listen
+from jdisagg.api.pulse import cancel_and_wait
 from jdisagg.core.config import Config
 from jdisagg.core.drill import drill_of
 from jdisagg.core.errors import Unavailable
@@ -33,9 +34,9 @@ from jdisagg.router.entrance import Entrance
 from jdisagg.router.fleet_engine import FleetEngine
 from jdisagg.router.recovery import ReplayConfig
 from jdisagg.serve.grammars import grammars_of
-from jdisagg.serve.lateness import Lateness
+from jdisagg.serve.lateness import observe_lateness
 from jdisagg.serve.leaving import Leaving
-from jdisagg.serve.process import Process, keep_what_is_there, run_process
+from jdisagg.serve.process import Process, keep_what_is_there
 from jdisagg.serve.ready import Ready, announce
 from jdisagg.serve.text_edge import TextModel, make_edge, read_text_model
 from jdisagg.serve.wrong_keys import WrongKeys
@@ -55,13 +56,8 @@ def _read(model: str) -> tuple[TextModel, Grammars | None]:
     return text, grammars_of(text.tokenizer, text.tokenizer.vocab_size, eos_token_ids(directory))
 
 
-def run(config: Config) -> int:
-    """Route until SIGTERM; returns the exit status."""
-    return run_process(lambda process: serve(config, process))
-
-
 async def serve(config: Config, process: Process) -> int:
-    """The life of one router process."""
+    """The life of one router process, until SIGTERM; returns the exit status."""
     started_s = monotonic()
     credentials = Credentials(api_key=config.server.api_key, client_api_key=config.server.client_api_key)
     server = make_server(credentials)
@@ -111,8 +107,7 @@ async def serve(config: Config, process: Process) -> int:
     await http.start()
     await health.start()
     keep_what_is_there()
-    lateness = Lateness(metrics)
-    lateness.start()
+    lateness = asyncio.create_task(observe_lateness(metrics))
     announce(Ready(role="router", http=http.address, grpc=address, model=model, warmup_s=round(monotonic() - started_s, 3)))
     await process.stopping.wait()
     deadline_s = monotonic() + config.server.drain_s
@@ -128,7 +123,7 @@ async def serve(config: Config, process: Process) -> int:
     await server.stop(GRPC_STOP_S)
     if gate is not None:
         await gate.aclose()
-    await lateness.close()
+    await cancel_and_wait(lateness)
     return 0
 
 

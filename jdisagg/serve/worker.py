@@ -16,6 +16,7 @@ from jdisagg.api.channels import Credentials, advertised, bind, make_server
 from jdisagg.api.http.server import HttpServer
 from jdisagg.api.http.starting import StartingApp
 from jdisagg.api.listening import listen
+from jdisagg.api.pulse import cancel_and_wait
 from jdisagg.core.config import Config
 from jdisagg.core.drill import HOOKS_VARIABLE
 from jdisagg.core.metrics import Metrics
@@ -26,8 +27,8 @@ from jdisagg.serve.build import build_deployment
 from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.edges import Edges
 from jdisagg.serve.engines import exit_on_crash
-from jdisagg.serve.lateness import Lateness
-from jdisagg.serve.process import Process, keep_what_is_there, run_process
+from jdisagg.serve.lateness import observe_lateness
+from jdisagg.serve.process import Process, keep_what_is_there
 from jdisagg.serve.ready import Ready, announce
 from jdisagg.serve.text_edge import read_text_model
 from jdisagg.text.tokenizer import Tokenizer
@@ -35,13 +36,8 @@ from jdisagg.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 
-def run(config: Config) -> int:
-    """Serve until SIGTERM; returns the exit status."""
-    return run_process(lambda process: serve(config, process))
-
-
 async def serve(config: Config, process: Process) -> int:
-    """The life of one worker process."""
+    """The life of one worker process, until SIGTERM; returns the exit status."""
     started_s = monotonic()
     credentials = Credentials(api_key=config.server.api_key, client_api_key=config.server.client_api_key)
     grpc_server = make_server(credentials)
@@ -77,8 +73,7 @@ async def serve(config: Config, process: Process) -> int:
     await edges.start()
     _install_test_hooks(deployment)
     keep_what_is_there()
-    lateness = Lateness(metrics)
-    lateness.start()
+    lateness = asyncio.create_task(observe_lateness(metrics))
     announce(
         Ready(
             role=config.role,
@@ -103,7 +98,7 @@ async def serve(config: Config, process: Process) -> int:
     await grpc_server.stop(1.0)
     await edges.close()
     watchdog.stop()
-    await lateness.close()
+    await cancel_and_wait(lateness)
     await asyncio.to_thread(deployment.stop)
     log.info("stopped")
     return 0

@@ -11,6 +11,7 @@ import os
 
 from jdisagg.core.config import Config
 from jdisagg.serve import backends, worker
+from jdisagg.serve.process import Process
 from jdisagg.transfer import jax_server, shm_backend, tcp_store
 from jdisagg.transfer.target import PieceError
 
@@ -24,7 +25,7 @@ def _refuse(error: Exception):
     return refuse
 
 
-def run(config: Config) -> int:
+async def serve(config: Config, process: Process) -> int:
     match os.environ[BROKEN]:
         case "fetch:shm":
             shm_backend.ShmSource.read_into = _refuse(ConnectionError("permission denied"))
@@ -39,4 +40,4 @@ def run(config: Config) -> int:
         case "other host, closed":
             backends.same_host_token = lambda: str(os.getpid())
             tcp_store.TcpStore.address = ("127.0.0.1", 1)
-    return worker.run(config)
+    return await worker.serve(config, process)

@@ -18,14 +18,15 @@ import numpy as np
 from jdisagg.core.config import Config
 from jdisagg.engine import build, runner, sampler, steps
 from jdisagg.serve import worker
+from jdisagg.serve.process import Process
 from tests.e2e.probed_serve import PROBE_DIR
 
 
-def run(config: Config) -> int:
-    """The worker module's `run`, probed."""
+async def serve(config: Config, process: Process) -> int:
+    """The worker module's `serve`, probed."""
     steps.sample = sample
     build.ModelRunner = ProbedRunner
-    return worker.run(config)
+    return await worker.serve(config, process)
 
 
 @jax.tree_util.register_dataclass

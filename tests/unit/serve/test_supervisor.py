@@ -183,7 +183,7 @@ def test_a_fleet_that_cannot_be_kept_running_ends_with_one(tmp_path: Path, monke
     async def body() -> int:
         ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         monkeypatch.setattr(local, "announce", ready.set_result)
-        ending = asyncio.create_task(local.supervise(Config(role="local"), Process(), (sys.executable, str(FAKE))))
+        ending = asyncio.create_task(local.serve(Config(role="local"), Process(), (sys.executable, str(FAKE))))
         async with asyncio.timeout(LIMIT_S):
             (pid,) = [worker["pid"] for worker in (await ready).workers if worker["role"] == "decode"]
             os.kill(pid, 9)
