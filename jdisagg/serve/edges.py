@@ -80,15 +80,7 @@ class Edges:
         kv_events_pb2_grpc.add_KVEventsServiceServicer_to_server(self._kv_events, server)
         services = tuple(f"jdisagg.v1.{name}" for name in names)
         self._health = HealthReporter(server, services, self.engine.health)
-        app = make_app(
-            edge,
-            self.engine,
-            self._metrics_text,
-            config.server.api_key,
-            config.server.allowed_origins,
-            client_api_key=config.server.client_api_key,
-        )
-        self.app = Leaving(WrongKeys(app))
+        self.app = Leaving(WrongKeys(make_app(edge, self.engine, self._metrics_text, config.server)))
         metrics.set_build(role=config.role, model=self.model_name)
         metrics.set_ready(lambda: self.engine.health().serves)
 

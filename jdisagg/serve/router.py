@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from time import monotonic
-
-import grpc.aio
 
 from jdisagg.api.admin import AdminService
 from jdisagg.api.channels import Credentials, bind, make_server
@@ -91,15 +88,9 @@ async def serve(config: Config, process: Process) -> int:
         fleet.leave()
         return await engine.drain(deadline_s)
 
-    _add_admin(server, engine, drain)
-    app = make_app(
-        edge,
-        engine,
-        partial(_shown, metrics, engine),
-        config.server.api_key,
-        config.server.allowed_origins,
-        client_api_key=config.server.client_api_key,
-    )
+    admin = AdminService(drain=drain, stats=engine.debug_state, reset_prefix_cache=None)
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
+    app = make_app(edge, engine, partial(_shown, metrics, engine), config.server)
     leaving = Leaving(WrongKeys(app))
     http = HttpServer(leaving, listener, stop_timeout_s=config.server.drain_s)
     process.dump_with(engine.debug_state)
@@ -132,8 +123,3 @@ def _shown(metrics: Metrics, engine: FleetEngine) -> str:
     with suppress(Unavailable):
         metrics.set_build(role="router", model=engine.card.name)
     return metrics.text()
-
-
-def _add_admin(server: grpc.aio.Server, engine: FleetEngine, drain: Callable[[float], Awaitable[int]]) -> None:
-    admin = AdminService(drain=drain, stats=engine.debug_state, reset_prefix_cache=None)
-    admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)

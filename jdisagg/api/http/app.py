@@ -28,6 +28,7 @@ from jdisagg.api.http.operations import Operations
 from jdisagg.api.http.request_id import HEADER, RequestIdHeader, shown_request_id
 from jdisagg.api.http.tokens import TokenEndpoints
 from jdisagg.api.turns import Turns
+from jdisagg.core.config import ServerConfig
 from jdisagg.core.errors import JdisaggError, RequestError, Unauthenticated
 from jdisagg.core.values import keys_of
 
@@ -45,28 +46,23 @@ _GUARDED = ("/v1/", "/tokenize", "/detokenize")
 
 
 def make_app(
-    edge: Edge | None,
-    engine: TokenEngine,
-    metrics_text: Callable[[], str],
-    api_key: str | None = None,
-    allowed_origins: Sequence[str] = (),
-    *,
-    client_api_key: str | None = None,
+    edge: Edge | None, engine: TokenEngine, metrics_text: Callable[[], str], config: ServerConfig = ServerConfig()
 ) -> Starlette:
     """The application. `edge` None: a role without completions, which serves health, readiness, metrics and debug only.
-    What uses the model asks for a key, if there is one; either will do. `allowed_origins`: of web pages whose scripts may call
-    it and read answers."""
+    What uses the model asks for a key, if `config` has one; that of clients will do. Its origins are those of web pages whose
+    scripts may call it and read answers."""
     routes = Operations(engine, metrics_text).routes()
     if edge is None:
         routes += [Route(path, _ask_elsewhere, methods=["POST"]) for path in ("/v1/completions", "/v1/chat/completions")]
     else:
         routes += _completion_routes(edge)
     refused = None if edge is None else edge.refused
+    origins, keys = config.allowed_origins, keys_of(config.api_key) + keys_of(config.client_api_key)
     layers = [
-        *([_cross_origin(allowed_origins)] if allowed_origins else []),  # outside: scripts may read refusals, too
+        *([_cross_origin(origins)] if origins else []),  # outside: scripts may read refusals, too
         Middleware(RequestIdHeader, refused=refused),
-        Middleware(ForeignPages, allowed_origins=allowed_origins),
-        *([Middleware(_ApiKeyGuard, api_keys=keys)] if (keys := keys_of(api_key) + keys_of(client_api_key)) else []),
+        Middleware(ForeignPages, allowed_origins=origins),
+        *([Middleware(_ApiKeyGuard, api_keys=keys)] if keys else []),
     ]
     handlers = {JdisaggError: _on_error, HTTPException: _on_http_error, Exception: _on_bug}
     app = Starlette(routes=routes, middleware=layers, exception_handlers=handlers)

@@ -19,6 +19,7 @@ from jdisagg.api.generation.token_engine import Enough, Health
 from jdisagg.api.http.app import make_app
 from jdisagg.api.http.server import HttpServer
 from jdisagg.api.listening import listen
+from jdisagg.core.config import ServerConfig
 from jdisagg.core.errors import InvalidRequest, RequestError
 from jdisagg.core.fleet import ModelCard
 from jdisagg.core.metrics import Metrics
@@ -190,7 +191,8 @@ async def serving(
         grammars=grammars,
         call_format=call_format,
     )
-    app = make_app(edge, engine, lambda: "jdisagg_up 1\n", api_key, client_api_key=client_api_key)
+    config = ServerConfig(api_key=api_key, client_api_key=client_api_key)
+    app = make_app(edge, engine, lambda: "jdisagg_up 1\n", config)
     server = HttpServer(app, listen(), stop_timeout_s=1.0)
     await server.start()
     grpc_server = channels.make_server()

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from jdisagg.api.http.app import make_app
+from jdisagg.core.config import ServerConfig
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, run, serving
 
@@ -27,7 +28,7 @@ async def _ask(
 ) -> httpx.Response:
     engine = FakeEngine(tokenizer, "fox")
     async with serving(engine, tokenizer) as served:
-        app = make_app(served.edge, engine, lambda: "", key, allowed)
+        app = make_app(served.edge, engine, lambda: "", ServerConfig(api_key=key, allowed_origins=allowed))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
             return await http.request(method, path, headers=headers, content=content)
 

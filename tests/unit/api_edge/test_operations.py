@@ -20,9 +20,12 @@ from jdisagg.api.http.server import HttpServer
 from jdisagg.api.http.unserved import CHAT_FIELDS, COMPLETION_FIELDS
 from jdisagg.api.http.version import package_version
 from jdisagg.api.listening import listen
+from jdisagg.core.config import ServerConfig
 from jdisagg.core.errors import ConfigError
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, run, serving
+
+KEYED = ServerConfig(api_key="key")
 
 
 def test_health_and_readiness_say_why_not(tokenizer: Tokenizer) -> None:
@@ -136,7 +139,7 @@ def test_the_version_is_that_of_the_checkout_or_of_what_is_installed(
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
 
     async def check() -> None:
-        transport = httpx.ASGITransport(make_app(None, FakeEngine(tokenizer, "fox"), lambda: "", "key"))
+        transport = httpx.ASGITransport(make_app(None, FakeEngine(tokenizer, "fox"), lambda: "", KEYED))
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
             assert (await http.get("/version")).json() == {"version": project["version"]}
 
@@ -167,7 +170,7 @@ def test_tokenize_and_detokenize(tokenizer: Tokenizer) -> None:
 
 def test_a_role_without_completions_serves_operations_only(tokenizer: Tokenizer) -> None:
     async def check() -> None:
-        app = make_app(None, FakeEngine(tokenizer, "fox"), lambda: "up 1\n", "key")
+        app = make_app(None, FakeEngine(tokenizer, "fox"), lambda: "up 1\n", KEYED)
         server = HttpServer(app, listen(), stop_timeout_s=5.0)
         await server.start()
         async with httpx.AsyncClient(base_url=f"http://{server.address}") as http:
