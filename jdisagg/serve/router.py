@@ -92,7 +92,7 @@ async def serve(config: Config, process: Process) -> int:
     admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
     app = make_app(edge, engine, partial(_shown, metrics, engine), config.server)
     leaving = Leaving(WrongKeys(app))
-    http = HttpServer(leaving, listener, stop_timeout_s=config.server.drain_s)
+    http = HttpServer(leaving, listener)
     process.dump_with(engine.debug_state)
     await server.start()
     await http.start()

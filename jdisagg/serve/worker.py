@@ -43,7 +43,7 @@ async def serve(config: Config, process: Process) -> int:
     grpc_server = make_server(credentials)
     address = bind(grpc_server, config.server.host, config.server.grpc_port)
     app = StartingApp()
-    http = HttpServer(app, listen(config.server.host, config.server.port), stop_timeout_s=config.server.drain_s)
+    http = HttpServer(app, listen(config.server.host, config.server.port))
     await http.start()
     metrics = Metrics()
     public = advertised(address, config.server.advertise_host, config.server.advertise_port)

@@ -33,10 +33,9 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """A listening socket and, between `start` and `stop`, the server on it."""
 
-    def __init__(self, app: ASGIApp, listener: socket.socket, *, stop_timeout_s: float) -> None:
+    def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
         listener.setblocking(False)
         self._listener = listener
-        self._stop_timeout_s = stop_timeout_s
         self.host, self.port = listener.getsockname()[:2]
         config = uvicorn.Config(
             app,
@@ -69,15 +68,14 @@ class HttpServer:
                     raise ConfigError(f"the HTTP server on {self.address} ended while starting")
                 await asyncio.sleep(0.005)
 
-    async def stop(self, deadline_s: float | None = None) -> None:
-        """Accept nothing more, let open requests end until `deadline_s` (None = for `stop_timeout_s`), or for a second; cut the
-        rest, close. Idempotent. Raises what the server failed with, once it is closed."""
+    async def stop(self, deadline_s: float) -> None:
+        """Accept nothing more, let open requests end until the (monotonic) deadline, or for a second; cut the rest, close.
+        Idempotent. Raises what the server failed with, once it is closed."""
         task, self._task = self._task, None
         if task is None:
             self._listener.close()
             return
-        left_s = self._stop_timeout_s if deadline_s is None else deadline_s - monotonic()
-        self._server.config.timeout_graceful_shutdown = timeout_s = max(1, round(left_s))
+        self._server.config.timeout_graceful_shutdown = timeout_s = max(1, round(deadline_s - monotonic()))
         self._server.should_exit = True
         try:
             done, _ = await asyncio.wait([task], timeout=timeout_s + 5.0)

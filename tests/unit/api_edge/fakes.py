@@ -193,7 +193,7 @@ async def serving(
     )
     config = ServerConfig(api_key=api_key, client_api_key=client_api_key)
     app = make_app(edge, engine, lambda: "jdisagg_up 1\n", config)
-    server = HttpServer(app, listen(), stop_timeout_s=1.0)
+    server = HttpServer(app, listen())
     await server.start()
     grpc_server = channels.make_server()
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), grpc_server)
@@ -211,7 +211,7 @@ async def serving(
             await served.wait_idle()
         finally:
             await grpc_server.stop(0.5)
-            await server.stop()
+            await server.stop(0.0)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

@@ -182,7 +182,7 @@ def test_a_client_that_leaves_the_end_of_its_answer_loses_its_connection(
         monkeypatch.setattr(protocol.Protocol, "connection_made", _noting(ends, protocol.Protocol.connection_made))
         lost: list[Any] = []
         monkeypatch.setattr(protocol.Protocol, "connection_lost", _noting(lost, protocol.Protocol.connection_lost))
-        served = server.HttpServer(_until_some_waits(ends), listen(), stop_timeout_s=0.1)
+        served = server.HttpServer(_until_some_waits(ends), listen())
         await served.start()
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -193,7 +193,7 @@ def test_a_client_that_leaves_the_end_of_its_answer_loses_its_connection(
             async with asyncio.timeout(20.0):
                 while not lost:
                     await asyncio.sleep(0.01)
-        await served.stop()
+        await served.stop(0.0)
 
     run(check())
 
@@ -210,7 +210,7 @@ def test_a_client_that_asks_again_and_leaves_a_whole_answer_loses_its_connection
         loop = asyncio.get_running_loop()
         lost: list[Any] = []
         monkeypatch.setattr(protocol.Protocol, "connection_lost", _noting(lost, protocol.Protocol.connection_lost))
-        served = server.HttpServer(PlainTextResponse("x" * 2**24), listen(), stop_timeout_s=0.1)
+        served = server.HttpServer(PlainTextResponse("x" * 2**24), listen())
         await served.start()
         with socket.socket() as client:
             client.setblocking(False)
@@ -221,7 +221,7 @@ def test_a_client_that_asks_again_and_leaves_a_whole_answer_loses_its_connection
             async with asyncio.timeout(10.0):
                 while not lost:
                     await asyncio.sleep(0.01)
-        await served.stop()
+        await served.stop(0.0)
 
     run(check())
 
@@ -233,7 +233,7 @@ def test_a_client_that_takes_its_answer_keeps_its_connection(keeps_alive: bool, 
     monkeypatch.setattr(protocol.Protocol, "connection_made", _noting(ends, protocol.Protocol.connection_made))
 
     async def check() -> None:
-        served = server.HttpServer(_megabytes, listen(), stop_timeout_s=0.1)
+        served = server.HttpServer(_megabytes, listen())
         await served.start()
         limits = httpx.Limits(max_connections=1)
         headers = {} if keeps_alive else {"connection": "close"}
@@ -242,7 +242,7 @@ def test_a_client_that_takes_its_answer_keeps_its_connection(keeps_alive: bool, 
                 assert len((await client.get(f"http://{served.address}/")).content) == 2**24
                 await asyncio.sleep(0.3)
         assert len(ends) == (1 if keeps_alive else 3)
-        await served.stop()
+        await served.stop(0.0)
 
     run(check())
 
@@ -310,7 +310,7 @@ def test_a_server_that_stops_leaves_no_connection_to_a_client_that_reads_nothing
     monkeypatch.setattr(protocol.Protocol, "connection_lost", _noting(lost, protocol.Protocol.connection_lost))
 
     async def check() -> None:
-        served = server.HttpServer(_events if streams else _megabytes, listen(), stop_timeout_s=0.1)
+        served = server.HttpServer(_events if streams else _megabytes, listen())
         await served.start()
         with socket.socket() as client:
             client.setblocking(False)
@@ -319,7 +319,7 @@ def test_a_server_that_stops_leaves_no_connection_to_a_client_that_reads_nothing
             async with asyncio.timeout(10.0):
                 while not ends or not ends[0].get_write_buffer_size():
                     await asyncio.sleep(0.01)
-            await served.stop()
+            await served.stop(0.0)
             assert len(lost) == 1
 
     run(check())
@@ -345,7 +345,7 @@ async def _asking(
     """A client that has asked a server for 16 MiB, and read nothing: its socket, and the server's end."""
     ends: list[asyncio.Transport] = []
     monkeypatch.setattr(protocol.Protocol, "connection_made", _noting(ends, protocol.Protocol.connection_made))
-    served = server.HttpServer(_events if streams else _megabytes, listen(), stop_timeout_s=0.1)
+    served = server.HttpServer(_events if streams else _megabytes, listen())
     await served.start()
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
@@ -356,7 +356,7 @@ async def _asking(
         ends[0].get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
         await asyncio.get_running_loop().sock_sendall(client, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
         yield client, ends[0]
-    await served.stop()
+    await served.stop(0.0)
 
 
 async def _megabytes(scope: Scope, receive: Receive, send: Send) -> None:

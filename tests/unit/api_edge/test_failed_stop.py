@@ -29,7 +29,7 @@ def test_a_server_that_failed_leaves_no_connection_when_it_stops_and_says_so_onc
         raise OSError("it fails")
 
     async def check() -> None:
-        loop, served = asyncio.get_running_loop(), server.HttpServer(never, listen(), stop_timeout_s=5.0)
+        loop, served = asyncio.get_running_loop(), server.HttpServer(never, listen())
         await served.start()
         with socket.socket() as client:
             client.setblocking(False)
@@ -38,10 +38,10 @@ def test_a_server_that_failed_leaves_no_connection_when_it_stops_and_says_so_onc
             await asyncio.wait_for(asked.wait(), 10.0)
             monkeypatch.setattr(server._Server, failing, fail)
             with pytest.raises(OSError, match="it fails"):
-                await served.stop()
+                await served.stop(0.0)
             assert await asyncio.wait_for(loop.sock_recv(client, 1), 10.0) == b"", "its connection is over"
         with pytest.raises(ConnectionRefusedError):
             await asyncio.wait_for(asyncio.open_connection(served.host, served.port), 10.0)
-        await served.stop()
+        await served.stop(0.0)
 
     run(check())

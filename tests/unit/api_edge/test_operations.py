@@ -171,13 +171,13 @@ def test_tokenize_and_detokenize(tokenizer: Tokenizer) -> None:
 def test_a_role_without_completions_serves_operations_only(tokenizer: Tokenizer) -> None:
     async def check() -> None:
         app = make_app(None, FakeEngine(tokenizer, "fox"), lambda: "up 1\n", KEYED)
-        server = HttpServer(app, listen(), stop_timeout_s=5.0)
+        server = HttpServer(app, listen())
         await server.start()
         async with httpx.AsyncClient(base_url=f"http://{server.address}") as http:
             for path in ("/health", "/ping", "/ready", "/metrics", "/version", "/debug/state"):
                 assert (await http.get(path)).status_code == 200
-        await server.stop()
-        await server.stop()
+        await server.stop(0.0)
+        await server.stop(0.0)
 
     run(check())
 
@@ -231,7 +231,7 @@ def test_nobody_is_sent_to_the_host_that_the_request_names(tokenizer: Tokenizer)
 def test_every_address_is_meant_by_two_colons_and_loopback_is_loopback_on_both(tokenizer: Tokenizer) -> None:
     async def check() -> None:
         app = make_app(None, FakeEngine(tokenizer, "fox"), lambda: "")
-        server = HttpServer(app, listen("::"), stop_timeout_s=5.0)
+        server = HttpServer(app, listen("::"))
         await server.start()
         try:
             async with httpx.AsyncClient() as http:
@@ -239,7 +239,7 @@ def test_every_address_is_meant_by_two_colons_and_loopback_is_loopback_on_both(t
                     for path in ("/ready", "/debug/state"):
                         assert (await http.get(f"http://{host}:{server.port}{path}")).status_code == 200, host + path
         finally:
-            await server.stop()
+            await server.stop(0.0)
 
     run(check())
 
@@ -247,10 +247,10 @@ def test_every_address_is_meant_by_two_colons_and_loopback_is_loopback_on_both(t
 def test_a_taken_port_is_a_configuration_error(tokenizer: Tokenizer) -> None:
     async def check() -> None:
         app = make_app(None, FakeEngine(tokenizer, "fox"), lambda: "")
-        server = HttpServer(app, listen(), stop_timeout_s=5.0)
+        server = HttpServer(app, listen())
         with pytest.raises(ConfigError, match=f"port {server.port}.*choose another"):
             listen(port=server.port)
-        await server.stop()
+        await server.stop(0.0)
         await asyncio.sleep(0)
 
     run(check())

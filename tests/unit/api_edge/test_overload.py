@@ -81,7 +81,7 @@ class Worker:
 async def edge_over(engine: TokenEngine, tokenizer: Tokenizer) -> AsyncIterator[tuple[openai.AsyncOpenAI, Any]]:
     """An HTTP client and a gRPC stub of a real edge over `engine`."""
     edge = Edge(engine, tokenizer, default_deadline_s=60.0)
-    server = HttpServer(make_app(edge, engine, lambda: "x 1\n"), listen(), stop_timeout_s=1.0)
+    server = HttpServer(make_app(edge, engine, lambda: "x 1\n"), listen())
     await server.start()
     grpc_server, address = await start_server(
         lambda server: generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), server)
@@ -94,7 +94,7 @@ async def edge_over(engine: TokenEngine, tokenizer: Tokenizer) -> AsyncIterator[
             yield client, generation_pb2_grpc.GenerationServiceStub(channel)
         finally:
             await grpc_server.stop(0.5)
-            await server.stop()
+            await server.stop(0.0)
 
 
 async def assert_full(client: openai.AsyncOpenAI, stub: Any, first_s: int) -> None:

@@ -18,7 +18,7 @@ from jdisagg.api.listening import listen
 def test_probes_are_answered_before_there_is_an_application_and_everything_else_is_told_to_wait() -> None:
     async def body() -> None:
         app = StartingApp()
-        http = HttpServer(app, listen(), stop_timeout_s=1.0)
+        http = HttpServer(app, listen())
         await http.start()
         async with httpx.AsyncClient(base_url=f"http://{http.address}") as client:
             for path in ("/health", "/ping"):
@@ -34,7 +34,7 @@ def test_probes_are_answered_before_there_is_an_application_and_everything_else_
                 assert answer.json()["error"]["message"] == f"{REASON}; ask again when /ready answers 200"
             app.serve(PlainTextResponse("served"))
             assert (await client.get("/health")).text == "served"
-        await http.stop()
+        await http.stop(0.0)
 
     asyncio.run(body())
 
@@ -53,7 +53,7 @@ def test_a_request_that_took_all_of_the_drain_time_gets_no_more_of_it() -> None:
                 cut.append(scope["path"])
                 raise
 
-        http = HttpServer(endless, listen(), stop_timeout_s=600.0)
+        http = HttpServer(endless, listen())
         await http.start()
         async with httpx.AsyncClient(base_url=f"http://{http.address}", timeout=None) as client:
             asked = asyncio.create_task(client.get("/for-ever"))

@@ -125,11 +125,11 @@ async def app(scope, receive, send):
     raise AssertionError(scope)
 
 async def main():
-    server = HttpServer(app, listen(), stop_timeout_s=5.0)
+    server = HttpServer(app, listen())
     await server.start()
     for text in (b"PRI * HTTP/2.0\\r\\n\\r\\nSM\\r\\n\\r\\n", b"\\x16\\x03\\x01\\x02\\x00", b"no http\\r\\n\\r\\n"):
         await send(server.port, text)
-    await server.stop()
+    await server.stop(0.0)
 
 setup_logs("router")
 asyncio.run(main())

@@ -22,7 +22,7 @@ async def answer(request: Request) -> Response:
 def test_a_process_that_ends_hangs_up_after_its_answers_and_no_other_does() -> None:
     async def body() -> None:
         app = Leaving(Starlette(routes=[Route("/", answer)]))
-        server = HttpServer(app, listen(), stop_timeout_s=5.0)
+        server = HttpServer(app, listen())
         await server.start()
         client = http.client.HTTPConnection(server.host, server.port, timeout=10)
 
@@ -37,6 +37,6 @@ def test_a_process_that_ends_hangs_up_after_its_answers_and_no_other_does() -> N
         app.leave()
         assert await asyncio.to_thread(ask) == ("close", False)
         assert await asyncio.to_thread(ask) == ("close", False), "a new connection"
-        await server.stop()
+        await server.stop(0.0)
 
     asyncio.run(asyncio.wait_for(body(), 30.0))
