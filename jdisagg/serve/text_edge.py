@@ -9,8 +9,9 @@ from random import Random
 from typing import Any
 
 from jdisagg.api.generation.edge import Edge
+from jdisagg.api.generation.grammar_gate import GrammarGate
 from jdisagg.api.generation.sampling_bounds import check_ranges
-from jdisagg.api.generation.token_engine import PreparesGrammars, TokenEngine
+from jdisagg.api.generation.token_engine import TokenEngine
 from jdisagg.api.http.call_format import choose_call_format
 from jdisagg.core.config import ModelConfig, ServerConfig
 from jdisagg.core.errors import ConfigError, InvalidRequest
@@ -44,17 +45,16 @@ def make_edge(
     model: ModelConfig,
     metrics: Metrics | None = None,
     *,
-    grammars: PreparesGrammars | None = None,
+    grammars: GrammarGate | None = None,
 ) -> Edge:
     """An Edge over `engine`; `metrics`, `grammars`: see Edge."""
-    draw_seed = None if server.seed is None else partial(Random(server.seed).getrandbits, 32)
     return Edge(
         engine,
         text.tokenizer,
         default_deadline_s=server.default_deadline_s,
         defaults=text.defaults,
         max_new_tokens=text.max_new_tokens,
-        draw_seed=draw_seed,
+        draw_seed=partial(Random(server.seed).getrandbits, 32),
         metrics=metrics,
         source=model.model,
         grammars=grammars,

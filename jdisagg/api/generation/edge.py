@@ -19,9 +19,10 @@ from typing import TypeVar
 from weakref import WeakSet
 
 from jdisagg.api.generation.choice import ChoiceText, Delta, Transcript, in_fewer
+from jdisagg.api.generation.grammar_gate import GrammarGate
 from jdisagg.api.generation.intake import Job, TextRequest, admit
 from jdisagg.api.generation.long_texts import LongTexts
-from jdisagg.api.generation.token_engine import Enough, PreparesGrammars, TokenEngine
+from jdisagg.api.generation.token_engine import Enough, TokenEngine
 from jdisagg.api.in_order import is_long
 from jdisagg.api.mailbox import Mailbox
 from jdisagg.api.turns import Turns
@@ -55,10 +56,10 @@ class Edge:
         default_deadline_s: float = 600.0,
         defaults: SamplingParams = SamplingParams(),
         max_new_tokens: int | None = None,
-        draw_seed: Callable[[], int] | None = None,
+        draw_seed: Callable[[], int] = partial(random.getrandbits, 32),
         metrics: Metrics | None = None,
         source: str | None = None,
-        grammars: PreparesGrammars | None = None,
+        grammars: GrammarGate | None = None,
         call_format: CallFormat | None = None,
     ) -> None:
         """`default_deadline_s` runs from intake. `defaults`: the model's own for parameters a client leaves out,
@@ -73,7 +74,7 @@ class Edge:
         self.call_format = call_format
         self._max_new_tokens = max_new_tokens
         self._default_deadline_s = default_deadline_s
-        self._draw_seed = draw_seed or _draw_seed
+        self._draw_seed = draw_seed
         self._metrics = metrics
         self._grammars = grammars
         self._told: WeakSet[RequestError] = WeakSet()  # errors of requests that the engine had, which counts them
@@ -86,11 +87,6 @@ class Edge:
     def card(self) -> ModelCard:
         """The served model."""
         return self._engine.card
-
-    @property
-    def num_live(self) -> int:
-        """Client requests that have not ended."""
-        return len(self._live)
 
     async def until_read(self, deadline_s: float) -> None:
         """Wait until clients have read their answers. Nothing more should be admitted by now."""
@@ -270,7 +266,3 @@ async def _end(tasks: list[asyncio.Task[None]]) -> None:
     for result in await asyncio.gather(*tasks, return_exceptions=True):
         if isinstance(result, Exception):
             _log.error("closing a request failed", exc_info=result)
-
-
-def _draw_seed() -> int:
-    return random.getrandbits(32)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from jdisagg.api.generation.context_length import Prompt, check_length, too_long
+from jdisagg.api.generation.grammar_gate import GrammarGate
 from jdisagg.api.generation.long_texts import LongTexts, Run
 from jdisagg.api.generation.sampling_bounds import check_range, check_sampling, check_token_ids, invalid
 from jdisagg.api.generation.scores import check_prompt_scores, most_answer_tokens, too_many_answer_scores
-from jdisagg.api.generation.token_engine import PreparesGrammars
 from jdisagg.core.errors import InvalidRequest, ModelNotFound
 from jdisagg.core.fleet import ModelCard
 from jdisagg.core.requests import EngineRequest, Grammar, SamplingParams
@@ -86,7 +86,7 @@ async def admit(
     card: ModelCard,
     tokenizer: Tokenizer,
     long_texts: LongTexts,
-    grammars: PreparesGrammars | None,
+    grammars: GrammarGate | None,
     *,
     arrived_s: float,
     deadline_s: float,
@@ -158,7 +158,7 @@ def check_model(name: str, card: ModelCard) -> None:
         raise ModelNotFound(f"model {name!r} is not served here; the served model is {card.name!r}", field="model")
 
 
-async def _prepare(grammar: Grammar, grammars: PreparesGrammars | None) -> None:
+async def _prepare(grammar: Grammar, grammars: GrammarGate | None) -> None:
     """Whoever cannot have it is told before anything is computed."""
     if grammars is None:
         told = "grammar: answers of the served model cannot be constrained, as its tokenizer is of another kind; leave it out"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from jdisagg.core.fleet import ModelCard
-from jdisagg.core.requests import EngineRequest, Grammar, Output
+from jdisagg.core.requests import EngineRequest, Output
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,14 +29,6 @@ class Health:
 
 class Enough(Exception):
     """Thrown into a generator whose client has all that it wanted, as a stop string came: an end, and no abort."""
-
-
-class PreparesGrammars(Protocol):
-    """Compiles grammars for the served tokenizer; used from one event loop."""
-
-    async def prepare(self, grammar: Grammar) -> None:
-        """Compile it, beside the event loop. Raises InvalidRequest, of field `grammar`, when it is none or too large."""
-        ...
 
 
 class TokenEngine(Protocol):

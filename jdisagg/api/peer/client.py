@@ -131,11 +131,6 @@ class GrpcPeerClient:
 
     # --- the loop
 
-    @property
-    def num_streams(self) -> int:
-        """Open streams."""
-        return len(self._streams)
-
     def offer(self, peers: frozenset[str]) -> None:
         """These are all prefill workers there are, until it is called again: what has no stream and is none of them has left,
         and those that are new, or failed, or were not heard for a while, are asked whether they are there."""

@@ -46,11 +46,6 @@ class PeerLinks:
         """Whether new streams take it."""
         return self._current.get(link.peer) is link
 
-    @property
-    def num_retiring(self) -> int:
-        """Given up, and not yet closed."""
-        return len(self._retiring)
-
     def give_up(self, link: PeerLink, *, is_gone: bool) -> None:
         """New streams take another one; those on it live or die by their own heartbeats. `is_gone`: a stream broke on it, or
         heard nothing more. May be called again."""

@@ -139,7 +139,7 @@ class FakeGrammars:
         self.error = InvalidRequest("grammar: has an @", field="grammar")  # one for all, as of a cache
 
     async def prepare(self, grammar: Grammar) -> None:
-        """See PreparesGrammars."""
+        """See GrammarGate."""
         self.prepared.append(grammar)
         if "@" in grammar.text:
             raise self.error
@@ -167,7 +167,7 @@ class Served:
     async def wait_idle(self) -> None:
         """Until nothing runs; fails when that takes long, whatever the engine's delay."""
         async with asyncio.timeout(WAIT_LIMIT_S):
-            while self.engine.live or self.edge.num_live:
+            while self.engine.live or self.edge._live:
                 await asyncio.sleep(0.005)
 
 

@@ -91,7 +91,7 @@ def test_a_reader_that_stalls_does_not_hold_the_engine(tokenizer: Tokenizer) -> 
                 while engine.live:
                     await asyncio.sleep(0.01)
             assert engine.cancelled == []  # it ran to its end while nobody read
-            assert served.edge.num_live == 1
+            assert len(served.edge._live) == 1
             writer.close()
             await served.wait_idle()
 

@@ -96,9 +96,9 @@ def test_an_id_is_taken_until_the_engine_has_let_go_of_it(tokenizer: Tokenizer) 
         assert not engine.had_enough
         closing = asyncio.ensure_future(stream.aclose())
         while not closing.done():
-            assert edge.num_live or not engine.live
+            assert edge._live or not engine.live
             await asyncio.sleep(0)
-        assert (edge.num_live, engine.live) == (0, set())
+        assert (edge._live, engine.live) == ({}, set())
         assert engine.cancelled
         assert not engine.had_enough, "a client that leaves is an abort"
 
@@ -177,7 +177,7 @@ def test_closing_a_stream_returns_when_the_engine_is_free(tokenizer: Tokenizer) 
             with pytest.raises(InvalidRequest, match="still running"):
                 await anext(edge.stream(job))
         assert not engine.live
-        assert edge.num_live == 0
+        assert not edge._live
         assert len(asyncio.all_tasks()) == 1
         assert edge.abort("r") is False
 

@@ -182,7 +182,7 @@ def test_one_that_is_not_offered_any_more_is_not_asked_again_and_leaves_nothing(
         answered.set()
         await until(lambda: d.down == [address])
         assert d.client.failures() == {}
-        await until(lambda: not d.client._links.num_retiring)
+        await until(lambda: not d.client._links._retiring)
         await until(lambda: not d.client._tasks)  # not even one that looks whether there is anybody
         assert asked == [address]
         d.client.offer(frozenset((address,)))

@@ -54,7 +54,7 @@ def test_messages_arrive_in_order_both_ways_and_a_clean_close_ends_once():
         await asyncio.sleep(0.1)
         assert p.ends() == ["closed"]
         assert d.ends(H1) == []
-        await until(lambda: (p.service.num_streams, d.client.num_streams) == (0, 0))
+        await until(lambda: (p.service.num_streams, len(d.client._streams)) == (0, 0))
         await d.client.aclose()
         await p.server.stop(0)
 

@@ -103,12 +103,12 @@ def test_peers_that_nobody_asks_any_more_are_forgotten_with_their_connections(mo
         await until(new.opened)
         assert set(d.client.failures()) == set(addresses), "a hand-off is open there"
         d.client.close(H1)
-        await until(lambda: d.client.num_streams == 1)
+        await until(lambda: len(d.client._streams) == 1)
         d.client.open(addresses[2], HandoffId("r", 3), opening())
         await until(lambda: len(new.opened()) == 2)
         assert set(d.client.failures()) == {addresses[0], addresses[2]}
         assert d.down == [addresses[1]]
-        await until(lambda: not d.client._links.num_retiring)
+        await until(lambda: not d.client._links._retiring)
         d.client.open(addresses[1], HandoffId("r", 4), opening())
         await until(lambda: len(old.opened()) == 2)
         await d.client.aclose()
