@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sized
 from typing import Generic, Protocol, TypeVar
 
+from jdisagg.api.tasks import start_in
+
 log = logging.getLogger(__name__)
 
 LONG_POSITIONS = 256  # scored tokens: with alternatives, some milliseconds to convert or to write
@@ -77,9 +79,7 @@ class InOrder(Generic[From, To]):
             elif is_long(output):
                 key = output.request_id, output.attempt
                 self._behind[key] = deque([output])
-                task = asyncio.create_task(self._convert_beside(key))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                start_in(self._tasks, self._convert_beside(key))
             else:
                 at_once.append(self._convert(output))
         if at_once:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from time import monotonic
-from typing import Any
 
 WAKE_UPS_PER_BEAT = 4
 MOST_COUNTED = 2  # intervals that one wake-up counts for, however late it comes
@@ -85,10 +84,3 @@ class Pulse:
         if is_quiet is not self._is_quiet:
             self._is_quiet = is_quiet
             self._on_quiet(is_quiet)
-
-
-async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks and wait until they are gone; their own errors are dropped, the caller knows why it stops them."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 
 import uvloop
 
+from jdisagg.api.tasks import start_in
 from jdisagg.core.log_formats import make_formatter
 from jdisagg.core.outlet import Outlet
 from jdisagg.serve.environment import PARENT_VARIABLE
@@ -96,9 +97,7 @@ class Process:
         self.stopping.set()
 
     def _dump(self) -> None:
-        task = asyncio.get_running_loop().create_task(self._write_state())
-        self._dumps.add(task)
-        task.add_done_callback(self._dumps.discard)
+        start_in(self._dumps, self._write_state())
 
     async def _starting(self) -> Mapping[str, Any]:
         return {"stage": "starting", "seconds": round(monotonic() - self._began_s, 3)}

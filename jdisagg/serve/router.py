@@ -21,7 +21,7 @@ from jdisagg.api.grpc_health import HealthReporter
 from jdisagg.api.http.app import make_app
 from jdisagg.api.http.server import HttpServer
 from jdisagg.api.listening import listen
-from jdisagg.api.pulse import cancel_and_wait
+from jdisagg.api.tasks import cancel_and_wait
 from jdisagg.core.config import Config
 from jdisagg.core.drill import drill_of
 from jdisagg.core.errors import Unavailable

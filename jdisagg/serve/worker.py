@@ -16,7 +16,7 @@ from jdisagg.api.channels import Credentials, advertised, bind, make_server
 from jdisagg.api.http.server import HttpServer
 from jdisagg.api.http.starting import StartingApp
 from jdisagg.api.listening import listen
-from jdisagg.api.pulse import cancel_and_wait
+from jdisagg.api.tasks import cancel_and_wait
 from jdisagg.core.config import Config
 from jdisagg.core.drill import HOOKS_VARIABLE
 from jdisagg.core.metrics import Metrics

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -22,7 +21,7 @@ from prometheus_client import Gauge
 from jdisagg.api.channels import INSECURE, Credentials, open_channel
 from jdisagg.api.fleet.codec import encode_member, encode_report
 from jdisagg.api.fleet.router_names import LOOK_S, LOOK_SOON_S, RouterNames
-from jdisagg.api.pulse import cancel_and_wait
+from jdisagg.api.tasks import cancel_and_wait, start_in
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.fleet import WHERE_TO_LOOK, Member, Report
 from jdisagg.core.told import told
@@ -80,7 +79,7 @@ class FleetClient:
         self._failed = asyncio.Event()  # some router does not answer
         self._tasks: set[asyncio.Task[None]] = set()
         self._keep_wanted()
-        self._start(self._follow_names())
+        start_in(self._tasks, self._follow_names())
 
     def registered(self) -> dict[str, bool]:
         """Routers, and whether each knows us as far as we know."""
@@ -115,11 +114,6 @@ class FleetClient:
         """Stop; routers evict us after missed heartbeats."""
         await cancel_and_wait(*self._tasks)
 
-    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     async def _follow_names(self) -> None:
         """Keep every router that a name stands for, for ever."""
         while True:
@@ -138,7 +132,7 @@ class FleetClient:
         for router in self._names.wanted:
             if router not in self._routers:
                 self._routers[router] = _Router(unheard_s=monotonic())
-                self._start(self._keep(router))
+                start_in(self._tasks, self._keep(router))
 
     def _is_superseded(self, router: str) -> bool:
         """Whether its name stands for others by now, and one of those has us."""

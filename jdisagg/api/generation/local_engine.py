@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import suppress
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -16,6 +15,7 @@ from jdisagg.api.generation.attempts import Attempts
 from jdisagg.api.generation.gathered import gathered_by, in_one
 from jdisagg.api.generation.token_engine import Enough, Health
 from jdisagg.api.mailbox import Mailbox
+from jdisagg.api.tasks import call_on
 from jdisagg.core.errors import DeadlineExceeded, RequestError, Unavailable
 from jdisagg.core.fleet import Load, ModelCard
 from jdisagg.core.requests import EngineRequest, Output
@@ -130,8 +130,7 @@ class LocalEngine:
 
     def _take_outputs(self, outputs: list[Output]) -> None:
         """Engine thread: one crossing per tick."""
-        with suppress(RuntimeError):  # the loop is closed: the process is on its way out
-            self._loop.call_soon_threadsafe(self._deliver, outputs)
+        call_on(self._loop, self._deliver, outputs)
 
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass
 
+from jdisagg.api.tasks import call_on
 from jdisagg.kv.events import Batch, CachedPage, CachedPages
 
 
@@ -42,8 +42,7 @@ class KVEventRing:
 
     def post(self, batch: Batch) -> None:
         """Engine thread: hand a batch over. What waits here while the loop is busy is bounded by the requests that run."""
-        with suppress(RuntimeError):  # the loop is closed: the process is on its way out
-            self._loop.call_soon_threadsafe(self.append, batch)
+        call_on(self._loop, self.append, batch)
 
     def append(self, batch: Batch) -> None:
         """Take the next batch and wake everybody who waits for it."""

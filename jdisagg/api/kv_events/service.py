@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from jdisagg.api.codec import refuse
 from jdisagg.api.kv_events.codec import encode_batch, encode_snapshot
 from jdisagg.api.kv_events.ring import KVEventRing
-from jdisagg.api.pulse import cancel_and_wait
+from jdisagg.api.tasks import cancel_and_wait
 from jdisagg.api.unread import Reader, not_taken
 from jdisagg.core.errors import ConfigError, DeadlineExceeded, InvalidRequest, JdisaggError, Unavailable
 from jdisagg.core.metrics import Metrics

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from functools import partial
 from random import random
 from time import monotonic
@@ -23,6 +22,7 @@ from jdisagg.api.peer.link import HelloFailed, PeerLink
 from jdisagg.api.peer.links import PeerLinks
 from jdisagg.api.peer.presence import Presence
 from jdisagg.api.peer.stream import UNCLEAR, PeerStream, cleared_up
+from jdisagg.api.tasks import call_on, cancel_and_wait, start_in
 from jdisagg.api.turns import Turns
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
@@ -143,22 +143,17 @@ class GrpcPeerClient:
         self._closed = True
         for stream in self._streams.values():
             stream.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_and_wait(*self._tasks)
         await self._links.close()
 
     def _cross(self, function: Callable[..., Any], *arguments: Any) -> None:
-        with suppress(RuntimeError):  # the loop is closed: the process is on its way out
-            self._loop.call_soon_threadsafe(function, *arguments)
+        call_on(self._loop, function, *arguments)
 
     def _start(self, coroutine: Any) -> None:
         if self._closed:
             coroutine.close()
             return
-        task = self._loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        start_in(self._tasks, coroutine)
 
     def _open(self, peer: str, handoff: HandoffId, message: Open) -> None:
         if self._closed:

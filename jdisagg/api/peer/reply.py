@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from functools import partial
 
 from jdisagg.api.in_order import is_long
 from jdisagg.api.outbox import Outbox
 from jdisagg.api.peer.codec import UP_HEARTBEAT, encode_up
+from jdisagg.api.tasks import call_on
 from jdisagg.handoff.messages import Done, MadeAtDecode, PrefillToDecode, StreamEnded, Up
 from jdisagg.v1 import peer_pb2
 
@@ -53,8 +53,7 @@ class StreamReply:
 
     def _cross(self, function: Callable[[], None]) -> None:
         if not self.gone:
-            with suppress(RuntimeError):  # the loop is closed: the process is on its way out
-                self._loop.call_soon_threadsafe(function)
+            call_on(self._loop, function)
 
     def _put(self, message: Up) -> None:
         if len(self.outbox) >= self._most_unread:

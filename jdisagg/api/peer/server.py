@@ -27,8 +27,9 @@ from jdisagg.api.peer.identity_codec import decode_identity, encode_identity
 from jdisagg.api.peer.piece_server import PieceBytes, PieceServer
 from jdisagg.api.peer.reply import StreamReply
 from jdisagg.api.peer.shared_pulse import Listener, SharedPulse
-from jdisagg.api.pulse import Pulse, cancel_and_wait
+from jdisagg.api.pulse import Pulse
 from jdisagg.api.status_details import end_call
+from jdisagg.api.tasks import cancel_and_wait
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import HandoffLost, InvalidRequest, OtherProcess, RequestError, Unavailable
 from jdisagg.core.logs import Seldom

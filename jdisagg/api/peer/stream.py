@@ -16,7 +16,8 @@ from jdisagg.api.outbox import Outbox
 from jdisagg.api.peer.codec import DOWN_HEARTBEAT, UpStream, encode_down
 from jdisagg.api.peer.link import HelloFailed, PeerLink
 from jdisagg.api.peer.shared_pulse import Listener, SharedPulse
-from jdisagg.api.pulse import QUIET_SHARE, cancel_and_wait
+from jdisagg.api.pulse import QUIET_SHARE
+from jdisagg.api.tasks import cancel_and_wait
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import HandoffLost, InvalidRequest, RequestError, Unavailable
 from jdisagg.handoff.identity import Identity

@@ -20,7 +20,8 @@ from jdisagg.api.channels import INSECURE, Credentials, fill_message, open_chann
 from jdisagg.api.codec import decode_output, encode_request
 from jdisagg.api.fleet.codec import decode_load
 from jdisagg.api.in_order import InOrder
-from jdisagg.api.pulse import Pulse, cancel_and_wait
+from jdisagg.api.pulse import Pulse
+from jdisagg.api.tasks import cancel_and_wait
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.fleet import Load
 from jdisagg.core.requests import EngineRequest, Output

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
 from time import monotonic
 from typing import Protocol
 
@@ -25,8 +24,9 @@ import grpc.aio
 from jdisagg.api.codec import decode_request, encode_output
 from jdisagg.api.fleet.codec import encode_load
 from jdisagg.api.in_order import InOrder
-from jdisagg.api.pulse import Pulse, cancel_and_wait
+from jdisagg.api.pulse import Pulse
 from jdisagg.api.status_details import end_call
+from jdisagg.api.tasks import call_on, cancel_and_wait
 from jdisagg.api.worker.output_backlog import OutputBacklog
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import RequestError
@@ -237,8 +237,7 @@ class _RunStream:
             task.cancel()
 
     def _take_outputs(self, outputs: list[Output]) -> None:
-        with suppress(RuntimeError):  # the loop is closed: the process is on its way out
-            self._loop.call_soon_threadsafe(self._deliver, outputs)
+        call_on(self._loop, self._deliver, outputs)
 
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:

@@ -16,7 +16,7 @@ import pytest
 from jdisagg.api import channels
 from jdisagg.api.peer import server as peer_server
 from jdisagg.api.peer.codec import encode_down
-from jdisagg.api.pulse import cancel_and_wait
+from jdisagg.api.tasks import cancel_and_wait
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 from tests.unit.wire.peers import CHUNK, H1, H2, Decode, Prefill, beat, opened_by_hand, opening
 from tests.unit.wire.rig import identity, run_quiet, until

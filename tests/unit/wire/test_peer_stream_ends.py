@@ -11,7 +11,7 @@ import pytest
 
 from jdisagg.api import channels
 from jdisagg.api.peer import server as peer_server
-from jdisagg.api.pulse import cancel_and_wait
+from jdisagg.api.tasks import cancel_and_wait
 from jdisagg.core.errors import HandoffLost
 from jdisagg.core.requests import FinishReason, Output
 from jdisagg.handoff.ladder import is_final

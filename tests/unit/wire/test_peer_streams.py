@@ -14,7 +14,7 @@ import pytest
 from jdisagg.api import channels
 from jdisagg.api.peer import stream as peer_stream
 from jdisagg.api.peer.codec import encode_down
-from jdisagg.api.pulse import cancel_and_wait
+from jdisagg.api.tasks import cancel_and_wait
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.requests import Output
 from jdisagg.handoff.actions import Export

@@ -21,7 +21,7 @@ from jdisagg.api.peer import server as peer_server
 from jdisagg.api.peer.codec import DOWN_HEARTBEAT, UP_HEARTBEAT, encode_down, encode_up
 from jdisagg.api.peer.server import PeerServer
 from jdisagg.api.peer.shared_pulse import Listener, SharedPulse
-from jdisagg.api.pulse import cancel_and_wait
+from jdisagg.api.tasks import cancel_and_wait
 from jdisagg.core.config import TransferConfig
 from jdisagg.handoff.events import PeerAlive
 from jdisagg.handoff.messages import Accepted, Ack, HandoffId
