@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from jdisagg.core.json_depth import MAX_DEPTH, deeper_than
+from jdisagg.core.json_values import MAX_DEPTH, is_too_deep
 
 
 def decode(raw: bytes) -> Any:
@@ -25,7 +25,7 @@ def decode(raw: bytes) -> Any:
 
 def flaw(value: object) -> str | None:
     """Why a decoded value cannot be written as JSON in UTF-8 again; None when it can."""
-    if deeper_than(value):
+    if is_too_deep(value):
         return f"nested more than {MAX_DEPTH} deep"
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.json_values import is_number
 from jdisagg.core.told import told
 
 LONGEST = 2**40  # tokens that no config.json has positions for
@@ -227,6 +228,6 @@ def _number(values: Mapping[str, Any], key: str, name: str) -> float:
 
 def positive_number(value: Any, name: str) -> float:
     """`value`, which config.json calls `name`, as a float above 0 and below infinity. Raises ConfigError."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+    if not is_number(value) or not 0 < value <= sys.float_info.max:
         raise ConfigError(f"config.json: {name} is {value!r}, wanted a positive number")
     return float(value)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from jdisagg.core.json_values import is_number
 from jdisagg.text.schema_mends import SIGNS as MENDED
 from jdisagg.text.schema_mends import mended
 from jdisagg.text.schema_tags import missing_tags
@@ -70,16 +71,12 @@ def _says_nothing(key: str, value: Any, beside: dict[str, Any]) -> bool:
     if key in _UNEVALUATED:
         return value is True or value == {}
     if key in _BELOW:
-        return _is_number(value) and value <= -_INT64_MAX
-    return key in _ABOVE and _is_number(value) and value >= _INT64_MAX and not _is_integer(beside.get("type"))
+        return is_number(value) and value <= -_INT64_MAX
+    return key in _ABOVE and is_number(value) and value >= _INT64_MAX and not _is_integer(beside.get("type"))
 
 
 def _takes_strings(schema: dict[str, Any]) -> bool:
     return schema.keys() <= _SAID_OF_STRINGS and schema.get("type", "string") == "string"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_integer(kind: Any) -> bool:

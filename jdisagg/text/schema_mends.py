@@ -11,6 +11,8 @@ import math
 import re
 from typing import Any
 
+from jdisagg.core.json_values import is_number
+
 SIGNS = ('"pattern', '"exclusiveM')  # one of these is in the text of a schema with something to mend
 
 _NUDGE = 1e-9
@@ -104,4 +106,4 @@ def _with_bounds(schema: dict[str, Any], ours: tuple[str, str], others: tuple[st
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**53 else None
+    return float(value) if is_number(value) and abs(value) < 2**53 else None

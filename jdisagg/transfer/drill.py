@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator
 
 from jdisagg.core.drill import Drill
+from jdisagg.core.latest import remember
 from jdisagg.handoff.events import FromPrefill
 from jdisagg.handoff.messages import ChunkReady, HandoffId
 from jdisagg.transfer.base import Fetcher, Piece, Post, Publisher
@@ -113,6 +114,4 @@ class _Echo:
         if isinstance(event.message, ChunkReady) and self._plan is not None and next(self._plan) is not None:
             log.info("injected fault: duplicate_message")
             self._post(event)
-        self._last[request_id] = event
-        if len(self._last) > MOST_REMEMBERED:
-            del self._last[next(iter(self._last))]
+        remember(self._last, request_id, event, MOST_REMEMBERED)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from jdisagg.core.latest import remember
 from jdisagg.core.requests import EngineRequest
 
 MOST_REMEMBERED = 4096  # ids; what a cancelled request still sends is under way for moments
@@ -26,7 +27,4 @@ class Attempts:
 
     def left(self, request_id: str, attempt: int) -> None:
         """It is over here before its engine has said so: outputs of it may be on their way."""
-        self._last.pop(request_id, None)
-        self._last[request_id] = attempt
-        if len(self._last) > MOST_REMEMBERED:
-            del self._last[next(iter(self._last))]
+        remember(self._last, request_id, attempt, MOST_REMEMBERED)

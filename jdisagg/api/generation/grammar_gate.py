@@ -21,6 +21,7 @@ from dataclasses import asdict
 from time import monotonic
 
 from jdisagg.core.errors import InvalidRequest, Overloaded, RequestError, Unavailable
+from jdisagg.core.latest import remember
 from jdisagg.core.logs import Seldom
 from jdisagg.core.metrics import COMPILED, ENDLESS, REFUSED, Metrics
 from jdisagg.core.requests import Grammar
@@ -101,9 +102,7 @@ class GrammarGate:
                 error = refused.message
         self._outcomes.labels(outcome=COMPILED if not error else ENDLESS if error is _ENDLESS else REFUSED).inc()
         if error:
-            self._refused[grammar] = error
-            if len(self._refused) > MOST_REFUSED:
-                del self._refused[next(iter(self._refused))]
+            remember(self._refused, grammar, error, MOST_REFUSED)
         return error
 
     async def _ask(self, grammar: Grammar) -> str:

@@ -22,7 +22,7 @@ from jdisagg.api.generation.intake import MAX_SEQUENCES
 from jdisagg.api.http.body_room import BodyRoom
 from jdisagg.api.http.json_structure import MAX_STRUCTURE, num_structures
 from jdisagg.core.errors import Cancelled, InvalidRequest
-from jdisagg.core.json_depth import MAX_DEPTH, deeper_than
+from jdisagg.core.json_values import MAX_DEPTH, is_number, is_too_deep
 
 MAX_BODY_BYTES = 16 * 2**20  # parsing them holds up everybody else for up to a second; see `json_structure` for those of lists
 _INLINE_BYTES = 2**18  # a chat of more is rendered off the event loop: 16 MiB of messages take a second
@@ -74,11 +74,11 @@ class Body:
 
     def number(self, name: str) -> float | None:
         """A JSON number."""
-        return self._get_typed(name, "a number", _is_number)
+        return self._get_typed(name, "a number", is_number)
 
     def integer(self, name: str) -> int | None:
         """A JSON number without a fraction."""
-        value = self._get_typed(name, "an integer", lambda value: _is_number(value) and value == value // 1)
+        value = self._get_typed(name, "an integer", lambda value: is_number(value) and value == value // 1)
         return None if value is None else int(value)
 
     def boolean(self, name: str, default: bool = False) -> bool:
@@ -117,7 +117,7 @@ class Body:
         if isinstance(value, list) and value:
             if _is_token_list(value):
                 return (tuple(value),)
-            if len(value) > MAX_SEQUENCES and not _is_number(value[0]):
+            if len(value) > MAX_SEQUENCES and not is_number(value[0]):
                 said = f"{name}: may hold at most {MAX_SEQUENCES} prompts; got {len(value)}, send several requests"
                 raise InvalidRequest(said, field=name)
             if all(isinstance(item, str) or (_is_token_list(item) and item) for item in value):
@@ -156,7 +156,7 @@ def _parse(raw: bytes) -> dict[str, Any]:
         raise HTTPException(413, f"the body has more than {MAX_STRUCTURE} lists, objects and keys; send several requests")
     try:
         fields = json.loads(raw.decode("utf-8-sig"))
-        if num > MAX_DEPTH and deeper_than(fields):
+        if num > MAX_DEPTH and is_too_deep(fields):
             raise RecursionError  # as whoever writes it again would
         if _ESCAPED_SURROGATE.search(raw):
             json.dumps(fields, ensure_ascii=False).encode()  # half of a pair is no character: nothing could tokenize it
@@ -187,10 +187,6 @@ def wrong_type(name: str, wanted: str, got: Any) -> InvalidRequest:
 
 def _shown_byte(error: UnicodeDecodeError) -> str:
     return f"0x{error.object[error.start]:02x} at offset {error.start}"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_list(value: Any, of: type) -> bool:

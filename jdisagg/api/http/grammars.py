@@ -21,7 +21,7 @@ from jdisagg.api.generation.sampling_bounds import MAX_GRAMMAR_BYTES
 from jdisagg.api.http.body import Body, wrong_type
 from jdisagg.api.http.unserved import OFF, is_one_of
 from jdisagg.core.errors import InvalidRequest
-from jdisagg.core.json_depth import MAX_DEPTH, deeper_than
+from jdisagg.core.json_values import MAX_DEPTH, is_too_deep
 from jdisagg.core.requests import Grammar, GrammarKind
 
 MAX_CHOICES = 1000
@@ -135,7 +135,7 @@ def _parsed(name: str, text: str) -> Any:
         raise _too_long(name)
     try:
         value = json.loads(text)
-        if deeper_than(value):
+        if is_too_deep(value):
             raise RecursionError
     except ValueError as error:
         raise InvalidRequest(f"{name}: is not valid JSON: {error}", field=name) from error

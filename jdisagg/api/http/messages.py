@@ -12,7 +12,7 @@ from jdisagg.api.http.body import Body, wrong_type
 from jdisagg.api.http.forced_calls import read_forced
 from jdisagg.api.http.tools import read_functions
 from jdisagg.core.errors import InvalidRequest
-from jdisagg.core.json_depth import deeper_than
+from jdisagg.core.json_values import is_too_deep
 from jdisagg.text.chat import ChatTemplate
 from jdisagg.text.content_form import text_part
 
@@ -173,7 +173,7 @@ def _with_object(call: Any) -> Any:
         json.dumps(value, ensure_ascii=False).encode()  # no half of a pair, see `read_body`
     except (ValueError, RecursionError):
         return call
-    if not isinstance(value, dict) or deeper_than(value):
+    if not isinstance(value, dict) or is_too_deep(value):
         return call
     return {**call, "function": {**function, "arguments": _Arguments(value, arguments or "{}")}}
 

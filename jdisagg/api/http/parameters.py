@@ -10,6 +10,7 @@ from jdisagg.api.generation.sampling_bounds import NUMBERS, check_logit_bias
 from jdisagg.api.http.body import Body, wrong_type
 from jdisagg.api.http.grammars import read_grammar
 from jdisagg.core.errors import InvalidRequest
+from jdisagg.core.json_values import is_number
 from jdisagg.core.requests import SamplingParams
 
 
@@ -119,7 +120,7 @@ def _logit_bias(entries: dict[str, Any]) -> tuple[tuple[int, float], ...]:
                 raise ValueError(key)
         except ValueError:
             raise wrong_type("logit_bias", "an object whose keys are token ids", key) from None
-        if isinstance(bias, bool) or not isinstance(bias, int | float):
+        if not is_number(bias):
             raise wrong_type("logit_bias", "an object whose values are numbers", bias)
         biases[token_id] = bias
     return tuple(sorted(biases.items()))

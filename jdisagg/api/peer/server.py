@@ -32,6 +32,7 @@ from jdisagg.api.status_details import end_call
 from jdisagg.api.tasks import cancel_and_wait
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import HandoffLost, InvalidRequest, OtherProcess, RequestError, Unavailable
+from jdisagg.core.latest import remember
 from jdisagg.core.logs import Seldom
 from jdisagg.core.told import told
 from jdisagg.handoff.events import PeerAlive, PeerMessage, PeerOpened
@@ -103,10 +104,7 @@ class PeerServer(PieceServer):
             text = f"{self._identity.worker} cannot serve {theirs.worker}: {error}"
             end_call(context, grpc.StatusCode.FAILED_PRECONDITION, text)
             return peer_pb2.HelloResponse()
-        self._workers.pop(context.peer(), None)  # the latest stand last
-        self._workers[context.peer()] = theirs.worker
-        while len(self._workers) > MOST_CALLERS:
-            del self._workers[next(iter(self._workers))]
+        remember(self._workers, context.peer(), theirs.worker, MOST_CALLERS)
         return peer_pb2.HelloResponse(
             identity=encode_identity(self._identity),
             protocol=agreement.protocol,

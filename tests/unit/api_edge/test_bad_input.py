@@ -12,7 +12,7 @@ import pytest
 
 from jdisagg.api.http import body, protocol
 from jdisagg.api.http.app import make_app
-from jdisagg.core.json_depth import MAX_DEPTH
+from jdisagg.core.json_values import MAX_DEPTH
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, run, serving
 

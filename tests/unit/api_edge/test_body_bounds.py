@@ -42,7 +42,7 @@ def test_a_body_of_too_many_lists_is_refused_before_it_is_parsed(
 ) -> None:
     sent = b'{"prompt": "the", "metadata": [' + b",".join([unit] * (MAX_STRUCTURE // 190 if len(unit) > 190 else 33_000))
     sent += b"," + b",".join([b"[]"] * MAX_STRUCTURE) + b"]}"
-    monkeypatch.setattr(body, "deeper_than", lambda value: pytest.fail("parsed"))
+    monkeypatch.setattr(body, "is_too_deep", lambda value: pytest.fail("parsed"))
 
     async def check() -> None:
         async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:

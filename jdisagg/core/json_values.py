@@ -1,0 +1,23 @@
+"""Values that were JSON: what is a number, and how deep they may be nested."""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+MAX_DEPTH = 200  # Python gives up near 1000 levels, less what is on its stack and what is wrapped around a value
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Python calls true and false whole numbers, JSON does not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_too_deep(value: object) -> bool:
+    """Whether lists and objects of a decoded value are nested deeper than MAX_DEPTH."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        containers = [node for node in level if isinstance(node, dict | list)]
+        level = [child for node in containers for child in (node.values() if isinstance(node, dict) else node)]
+        if not level:
+            return False
+    return True
