@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from jdisagg.api.generation.edge import Edge
@@ -26,7 +27,7 @@ from jdisagg.core.requests import Grammar, GrammarKind
 
 MAX_CHOICES = 1000
 _ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
-_NO_SCHEMA = (None, False, "")
+_NOTHING = (None, False, "")  # but {} is a schema, and [] no choice
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _UNSERVED_OUTPUTS = {
     "structural_tag": "leave it out, or write a grammar",
@@ -57,12 +58,9 @@ async def admit_named(
     except InvalidRequest as error:
         if error.field != "grammar":
             raise
-        raise _renamed(error, name_of(body) or "grammar") from error
-
-
-def _renamed(error: InvalidRequest, name: str) -> InvalidRequest:
-    """Another error: this one may be told to many."""
-    return InvalidRequest(f"{name}: {error.message.removeprefix('grammar: ')}", field=name)
+        name = name_of(body) or "grammar"
+        told = f"{name}: {error.message.removeprefix('grammar: ')}"
+        raise InvalidRequest(told, field=name) from error  # another one: this may be told to many
 
 
 def _read_all(body: Body) -> dict[str, Grammar]:
@@ -70,7 +68,7 @@ def _read_all(body: Body) -> dict[str, Grammar]:
     found: dict[str, Grammar | None] = {"response_format": _response_format(body)}
     found |= {f"structured_outputs.{name}": grammar for name, grammar in _structured_outputs(body).items()}
     found |= {f"guided_{name}": read(body, f"guided_{name}") for name, read in _READERS.items()}
-    found |= {"json_schema": _schema(body, "json_schema"), "regex": _regex(body, "regex")}
+    found |= {"json_schema": _schema(body, "json_schema"), "regex": _written(body, "regex", kind=GrammarKind.REGEX)}
     asked = {name: grammar for name, grammar in found.items() if grammar is not None}
     if len(asked) > 1:
         first, second = list(asked)[:2]
@@ -121,7 +119,7 @@ def _structured_outputs(body: Body) -> dict[str, Grammar | None]:
 def _schema(body: Body, name: str) -> Grammar | None:
     """A JSON schema, as an object or as its text."""
     value, name = body.get(name), f"{body.where}{name}"
-    if is_one_of(value, _NO_SCHEMA):
+    if is_one_of(value, _NOTHING):
         return None
     if isinstance(value, str):
         value = _parsed(name, value)
@@ -167,15 +165,7 @@ def _too_long(name: str, field: str | None = None) -> InvalidRequest:
     return InvalidRequest(f"{name}: may have at most {MAX_GRAMMAR_BYTES} bytes; shorten it", field=field or name)
 
 
-def _regex(body: Body, name: str) -> Grammar | None:
-    return _written(body, name, GrammarKind.REGEX)
-
-
-def _lark(body: Body, name: str) -> Grammar | None:
-    return _written(body, name, GrammarKind.LARK)
-
-
-def _written(body: Body, name: str, kind: GrammarKind) -> Grammar | None:
+def _written(body: Body, name: str, *, kind: GrammarKind) -> Grammar | None:
     if is_one_of(body.get(name), OFF):
         return None
     text = body.text(name)
@@ -185,7 +175,7 @@ def _written(body: Body, name: str, kind: GrammarKind) -> Grammar | None:
 def _choice(body: Body, name: str) -> Grammar | None:
     """One of several texts, exactly."""
     value, name = body.get(name), f"{body.where}{name}"
-    if is_one_of(value, (None, False, "")):
+    if is_one_of(value, _NOTHING):
         return None
     if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
         raise wrong_type(name, "a list of non-empty strings, one at least", value)
@@ -207,8 +197,8 @@ def _json_object(body: Body, name: str) -> Grammar | None:
 
 _READERS: dict[str, Callable[[Body, str], Grammar | None]] = {
     "json": _schema,
-    "regex": _regex,
+    "regex": partial(_written, kind=GrammarKind.REGEX),
     "choice": _choice,
-    "grammar": _lark,
+    "grammar": partial(_written, kind=GrammarKind.LARK),
     "json_object": _json_object,
 }
