@@ -125,12 +125,11 @@ def remaining_ms(deadline_s: float, now_s: float) -> int:
 
 def encode_sampling(sampling: SamplingParams) -> common_pb2.SamplingParams:
     """Complete parameters: every field set."""
-    grammar = None if sampling.grammar is None else encode_grammar(sampling.grammar)
+    grammar = None if sampling.grammar is None else _encode_grammar(sampling.grammar)
     return common_pb2.SamplingParams(**{**_values(sampling), "logit_bias": dict(sampling.logit_bias), "grammar": grammar})
 
 
-def encode_grammar(grammar: Grammar) -> common_pb2.Grammar:
-    """Field by field."""
+def _encode_grammar(grammar: Grammar) -> common_pb2.Grammar:
     return common_pb2.Grammar(kind=_KIND_TO_PROTO[grammar.kind], text=grammar.text)
 
 

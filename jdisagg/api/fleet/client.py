@@ -63,7 +63,7 @@ class FleetClient:
         state: Callable[[], Report],
         on_prefill: Callable[[str, tuple[str, ...]], None] = _nobody_listens,
         credentials: Credentials = INSECURE,
-        config: TransferConfig | None = None,
+        config: TransferConfig = TransferConfig(),
     ) -> None:
         """`state` is asked at every heartbeat and must not block. `on_prefill` hears after each which prefill workers that
         router has for it. `config` is compared with the router's: who beats more slowly than the other waits is taken for
@@ -218,12 +218,9 @@ class FleetClient:
 
     def _compare(self, router: str, heartbeat_s: float, dead_after_s: float) -> None:
         """Say so when one side beats too slowly for the other; `heartbeat_s` and `dead_after_s` are the router's."""
-        if self._config is None:
-            return
-        ours = self._config
         for slow, beat_s, quick, limit_s in (
-            (f"router {router}", heartbeat_s, "this worker", ours.dead_after_s),
-            ("this worker", ours.heartbeat_s, f"router {router}", dead_after_s),
+            (f"router {router}", heartbeat_s, "this worker", self._config.dead_after_s),
+            ("this worker", self._config.heartbeat_s, f"router {router}", dead_after_s),
         ):
             if 2 * beat_s > limit_s:
                 words = (
