@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
-from typing import TextIO
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -30,7 +29,7 @@ def shown(total: int, done: int, *, quiet: bool) -> Iterator[OnProgress]:
         with logging_redirect_tqdm(), _bar(total, done) as bar:
             yield bar
     else:
-        yield Reports(total, done, sys.stderr)
+        yield Reports(total, done)
 
 
 @contextmanager
@@ -51,15 +50,14 @@ def _bar(total: int, done: int) -> Iterator[OnProgress]:
 class Reports:
     """Lines for a file: how much, how fast since the line before, how long at that rate."""
 
-    def __init__(self, total: int, done: int, out: TextIO) -> None:
+    def __init__(self, total: int, done: int) -> None:
         """`done` of `total` lines were finished by former runs."""
         self._total = total
         self._done = self._told = done
         self._failed = 0
         self._told_s = monotonic()
-        self._out = out
         if done:
-            say(f"{done} of {total} were done before", out)
+            say(f"{done} of {total} were done before")
 
     def __call__(self, finished: Sequence[Finished]) -> None:
         """These are finished, too."""
@@ -71,8 +69,7 @@ class Reports:
         rate = (self._done - self._told) / (now_s - self._told_s)
         self._told, self._told_s = self._done, now_s
         share, left = self._done / self._total, tqdm.format_interval((self._total - self._done) / rate)
-        text = f"{self._done} of {self._total} ({share:.0%}), {self._failed} failed; {rate:.3g} requests/s, {left} left"
-        say(text, self._out)
+        say(f"{self._done} of {self._total} ({share:.0%}), {self._failed} failed; {rate:.3g} requests/s, {left} left")
 
 
 def _num_failed(finished: Sequence[Finished]) -> int:

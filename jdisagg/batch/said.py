@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from typing import TextIO
 
 from jdisagg.core.outlet import Outlet
 
 
-def say(text: str, out: TextIO | None = None) -> None:
-    """One line, on stderr where `out` is not given."""
+def say(text: str) -> None:
+    """One line."""
     with suppress(OSError):
-        Outlet(out or sys.stderr).write(f"jdisagg.batch: {text}\n")
+        Outlet(sys.stderr).write(f"jdisagg.batch: {text}\n")

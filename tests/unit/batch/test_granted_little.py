@@ -37,7 +37,8 @@ def test_progress_that_cannot_be_written_ends_no_batch(monkeypatch: pytest.Monke
     now_s = 1000.0
     monkeypatch.setattr(progress, "monotonic", lambda: now_s)
     disk = FullDisk()
-    report = Reports(10, 1, disk)
+    monkeypatch.setattr(sys, "stderr", disk)
+    report = Reports(10, 1)
     now_s += REPORT_EVERY_S
     report([(2, {"response": {"status_code": 200}})])
     begun, later = disk.refused

@@ -27,10 +27,12 @@ def lines(numbers: range, status_code: int) -> list[Finished]:
     return [(number, {"response": {"status_code": status_code}}) for number in numbers]
 
 
-def test_a_file_gets_a_line_now_and_then_with_the_rate_since_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_gets_a_line_now_and_then_with_the_rate_since_the_one_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     now_s = 1000.0
     monkeypatch.setattr("jdisagg.batch.progress.monotonic", lambda: now_s)
-    report = Reports(200_000, 50_000, out := io.StringIO())
+    report = Reports(200_000, 50_000)
     for first in range(50_000, 56_000, 100):
         now_s += 1.0
         report(lines(range(first, first + 100), 200 if first >= 51_000 else 404))
@@ -38,7 +40,7 @@ def test_a_file_gets_a_line_now_and_then_with_the_rate_since_the_one_before(monk
     report([(200_001, error_line(BadLine(200_001, None, "no JSON"), batch_id="b"))])
     now_s += 31.0
     report(lines(range(60_000, 60_599), 200))
-    assert out.getvalue().splitlines() == [
+    assert capsys.readouterr().err.splitlines() == [
         "jdisagg.batch: 50000 of 200000 were done before",
         "jdisagg.batch: 53000 of 200000 (26%), 1000 failed; 100 requests/s, 24:30 left",
         "jdisagg.batch: 56000 of 200000 (28%), 1000 failed; 100 requests/s, 24:00 left",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
+
+import pytest
 
 from jdisagg.batch.said import say
 
 
-def test_a_pipe_that_is_full_and_that_nobody_reads_does_not_stop_a_batch() -> None:
+def test_a_pipe_that_is_full_and_that_nobody_reads_does_not_stop_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     while True:
@@ -17,8 +20,9 @@ def test_a_pipe_that_is_full_and_that_nobody_reads_does_not_stop_a_batch() -> No
         except BlockingIOError:
             break
     os.set_blocking(writer, True)
-    with os.fdopen(writer, "w", encoding="utf-8") as stream:
-        thread = threading.Thread(target=say, args=("1 ok, 0 failed", stream), daemon=True)
+    with os.fdopen(writer, "w", encoding="utf-8") as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", stream)
+        thread = threading.Thread(target=say, args=("1 ok, 0 failed",), daemon=True)
         thread.start()
         thread.join(10.0)
         was_kept = thread.is_alive()
