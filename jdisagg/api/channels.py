@@ -112,10 +112,9 @@ def bind(server: grpc.aio.Server, host: str = "127.0.0.1", port: int = 0) -> str
     listen(host, port, flag="--grpc-port").close()  # says why not; gRPC does not
     try:
         bound = server.add_insecure_port(wanted)
-    except RuntimeError:
-        bound = 0
-    if bound == 0:
-        raise ConfigError(f"--grpc-port: cannot listen on {wanted}; choose another port, or 0 for a free one")
+    except RuntimeError as error:
+        told = f"--grpc-port: cannot listen on {wanted}; choose another port, or 0 for a free one"
+        raise ConfigError(told) from error
     return join_address(host, bound)
 
 

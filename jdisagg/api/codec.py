@@ -60,7 +60,6 @@ _KIND_FROM_PROTO = {number: kind for kind, number in _KIND_TO_PROTO.items()}
 
 _IS_OPTIONAL = {name: field.has_presence for name, field in common_pb2.SamplingParams.DESCRIPTOR.fields_by_name.items()}
 
-_STATUS_BY_NAME = {status.name: status for status in grpc.StatusCode}
 _NAME_BY_CODE = {status.value[0]: status.name for status in grpc.StatusCode}
 _ERROR_BY_NAME: dict[str, type[RequestError]] = {
     error.grpc_status: error
@@ -73,7 +72,7 @@ _ERROR_BY_NAME: dict[str, type[RequestError]] = {
 
 def status_of(error: JdisaggError) -> grpc.StatusCode:
     """The gRPC status of an error."""
-    return _STATUS_BY_NAME[error.grpc_status]
+    return grpc.StatusCode[error.grpc_status]
 
 
 def refuse(context: grpc.aio.ServicerContext, error: JdisaggError, path: str | None = None) -> None:

@@ -11,7 +11,6 @@ from jdisagg.api.generation.local_engine import ask
 from jdisagg.api.kv_events.ring import KVEventRing
 from jdisagg.api.peer.client import GrpcPeerClient
 from jdisagg.api.peer.piece_server import PieceServer
-from jdisagg.api.peer.server import PeerServer
 from jdisagg.core.config import LocalPrefill
 from jdisagg.core.fleet import ModelCard
 from jdisagg.engine.compiles import CompileCounter
@@ -32,7 +31,7 @@ class Deployment:
         self.num_executables = core.num_executables
         self.gate = None if core.grammars is None else GrammarGate(core.grammars, core.metrics)
         self.engines: list[EngineThread] = []
-        self.peer_server: PeerServer | PieceServer | None = None
+        self.peer_server: PieceServer | None = None
         self.peer_client: GrpcPeerClient | None = None
         self.prefill = PrefillDirectory(core.config.transfer.prefill)
         self.closers: list[Callable[[], None]] = []

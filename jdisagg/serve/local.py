@@ -162,9 +162,7 @@ def _probe(url: str) -> tuple[bool, str]:
 
 def _fleet_ready(config: Config, router: Ready, workers: Sequence[Ready], seconds: float) -> Ready:
     keep = ("role", "pid", "http", "grpc", "warmup_s", "executables", "bits")
-    children: list[Mapping[str, object]] = [
-        {k: v for k, v in asdict(r).items() if k in keep and v is not None} for r in (router, *workers)
-    ]
+    children = [{k: v for k, v in asdict(r).items() if k in keep and v is not None} for r in (router, *workers)]
     return Ready(
         role="local",
         http=router.http,
@@ -173,7 +171,7 @@ def _fleet_ready(config: Config, router: Ready, workers: Sequence[Ready], second
         warmup_s=round(seconds, 3),
         executables=sum(worker.executables for worker in workers),
         pid=os.getpid(),
-        workers=tuple(dict(child) for child in children),
+        workers=tuple(children),
     )
 
 

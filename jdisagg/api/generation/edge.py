@@ -223,8 +223,8 @@ class Edge:
             stop=job.stop,
             stop_token_ids=request.sampling.stop_token_ids,
             min_tokens=request.sampling.min_tokens,
-            skip_special_tokens=job.skip_special_tokens,
-            shown_tokens=job.shown_tokens,
+            skip_special_tokens=job.special_tokens.skip,
+            shown_tokens=job.special_tokens.shown,
             scores_only=job.scores_only,
         )
         async with aclosing(self._engine.generate(request)) as outputs:

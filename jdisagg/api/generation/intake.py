@@ -71,8 +71,7 @@ class Job:
     n: int
     stop: tuple[Stop, ...]
     scores_only: bool  # max_tokens = 0: the one token an engine request must have is dropped
-    skip_special_tokens: bool
-    shown_tokens: tuple[str, ...]  # special ones that are not skipped
+    special_tokens: SpecialTokens
     deadline_s: float  # monotonic
 
     @property
@@ -146,8 +145,7 @@ async def admit(
         n=request.n,
         stop=tuple(map(Stop, request.stop)),
         scores_only=request.max_tokens == 0,
-        skip_special_tokens=request.special_tokens.skip,
-        shown_tokens=request.special_tokens.shown,
+        special_tokens=request.special_tokens,
         deadline_s=deadline_s,
     )
 
