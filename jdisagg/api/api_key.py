@@ -88,7 +88,7 @@ class KeyedChannel:
 
     def __init__(self, channel: Any, api_key: str) -> None:
         self._channel = channel
-        self._metadata = ((HEADER, _bearer(api_key)),)
+        self._metadata = ((HEADER, f"Bearer {keys_of(api_key)[0]}"),)
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         """See grpc.Channel."""
@@ -108,7 +108,3 @@ class KeyedChannel:
 
     def _keyed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         return partial(call, metadata=self._metadata)
-
-
-def _bearer(api_key: str) -> str:
-    return f"Bearer {keys_of(api_key)[0]}"

@@ -155,6 +155,9 @@ class ChoiceText:
         prompt_logprobs: tuple[ScoredToken, ...],
         finish: FinishReason | None,
     ) -> Delta:
+        stop: str | int | None = self._stops.matched
+        if stop is None and output.stop_token_id in self._stop_token_ids:
+            stop = output.stop_token_id
         return Delta(
             index=self._index,
             text=text,
@@ -162,14 +165,11 @@ class ChoiceText:
             logprobs=scored,
             prompt_logprobs=prompt_logprobs,
             finish=finish,
-            stop=self._stops.matched if self._stops.matched is not None else self._named_stop(output.stop_token_id),
+            stop=stop,
             provenance=output.provenance,
             cached_tokens=output.cached_tokens,
             fingerprint=output.fingerprint,
         )
-
-    def _named_stop(self, token_id: int | None) -> int | None:
-        return token_id if token_id in self._stop_token_ids else None
 
     def _score_prompt(self, logprobs: Sequence[TokenLogprob | None], echoed: str) -> tuple[ScoredToken, ...]:
         """With offsets into `echoed`, where a special token has its name unless it was put around the text or is not shown."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -54,7 +55,7 @@ class LocalEngine:
         self._mailboxes: dict[tuple[str, int], Mailbox[Output | RequestError]] = {}  # by request id and attempt
         self._attempts = Attempts()
         self._draining = False
-        self._sink = self._take_outputs  # one object: the engine groups a tick's outputs by sink
+        self._sink = partial(call_on, self._loop, self._deliver)  # one object: the engine groups a tick's outputs by sink
 
     @property
     def card(self) -> ModelCard:
@@ -127,10 +128,6 @@ class LocalEngine:
         """Have the engine forget a request that it may still run."""
         self._attempts.left(*key)
         self.cancel(*key, self._sink, enough=enough)
-
-    def _take_outputs(self, outputs: list[Output]) -> None:
-        """Engine thread: one crossing per tick."""
-        call_on(self._loop, self._deliver, outputs)
 
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:

@@ -68,23 +68,20 @@ class KVEventsService(kv_events_pb2_grpc.KVEventsServiceServicer):
 
 async def _write(ring: KVEventRing, request: kv_events_pb2.SubscribeRequest, context: grpc.aio.ServicerContext) -> None:
     """Everything from the listener's position on; `write` waits while the listener does not read."""
+    position = request.from_sequence if request.epoch == ring.epoch else 0  # there is no batch 0
     with Reader(context) as reader:
-        await _write_to(reader, ring, request.from_sequence if request.epoch == ring.epoch else 0)  # there is no batch 0
-
-
-async def _write_to(reader: Reader, ring: KVEventRing, position: int) -> None:
-    while True:
-        if ring.has(position):
-            for batch in await ring.read(position):
-                if not ring.has(position):
-                    break  # overtaken while it did not read
-                await _take(reader, encode_batch(ring, batch))
-                position = batch.sequence + 1
-        else:
-            snapshot = ring.snapshot()
-            for message in encode_snapshot(ring, snapshot):
-                await _take(reader, message)
-            position = snapshot.sequence + 1
+        while True:
+            if ring.has(position):
+                for batch in await ring.read(position):
+                    if not ring.has(position):
+                        break  # overtaken while it did not read
+                    await _take(reader, encode_batch(ring, batch))
+                    position = batch.sequence + 1
+            else:
+                snapshot = ring.snapshot()
+                for message in encode_snapshot(ring, snapshot):
+                    await _take(reader, message)
+                position = snapshot.sequence + 1
 
 
 async def _take(reader: Reader, message: Message) -> None:

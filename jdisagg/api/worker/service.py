@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from time import monotonic
 from typing import Protocol
 
@@ -129,7 +130,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
 
 class _RunStream:
-    """One router's requests. Everything but `_sink` runs on the loop."""
+    """One router's requests. On the loop, where `_sink` has the engine's outputs delivered."""
 
     def __init__(
         self,
@@ -143,7 +144,6 @@ class _RunStream:
         self.is_meant: bool | None = None  # whether the router means this process; None: it has not said anything yet
         self.superseded: asyncio.Future[None] = loop.create_future()
         self._engine = engine
-        self._loop = loop
         self._on_first = on_first
         self._grammars = grammars
         self._live: dict[tuple[str, int], Compiled | None] = {}  # by request id and attempt; its grammar is held
@@ -152,7 +152,7 @@ class _RunStream:
         self._encoded = InOrder(encode_output, self._append)
         self._heartbeat_due = True
         self._wake = asyncio.Event()
-        self._sink = self._take_outputs  # one object: the engine groups a tick's outputs by sink
+        self._sink = partial(call_on, loop, self._deliver)  # one object: the engine groups a tick's outputs by sink
 
     async def read(self, requests: AsyncIterator[worker_pb2.RunRequest], pulse: Pulse) -> None:
         """Hand submits and cancels to the engine."""
@@ -235,9 +235,6 @@ class _RunStream:
         self._live.pop(key, None)
         if (task := self._compiling.pop(key, None)) is not None:
             task.cancel()
-
-    def _take_outputs(self, outputs: list[Output]) -> None:
-        call_on(self._loop, self._deliver, outputs)
 
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:

@@ -105,13 +105,13 @@ def test_outputs_of_one_tick_cross_to_the_loop_together() -> None:
     async def body() -> None:
         async with working() as worker:
             sizes: list[int] = []
-            deliver = worker.local._deliver
+            cross = worker.local._sink
 
             def counted(outputs: list[Output]) -> None:
                 sizes.append(len(outputs))
-                deliver(outputs)
+                cross(outputs)
 
-            worker.local._deliver = counted
+            worker.local._sink = counted
             await worker.freeze()
             asked = [asyncio.create_task(everything(worker, f"r{number}")) for number in range(3)]
             await until(lambda: worker.num_posted == 3)
