@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, TypeGuard
 
 MAX_DEPTH = 200  # Python gives up near 1000 levels, less what is on its stack and what is wrapped around a value
@@ -10,6 +11,11 @@ MAX_DEPTH = 200  # Python gives up near 1000 levels, less what is on its stack a
 def is_number(value: Any) -> TypeGuard[int | float]:
     """Python calls true and false whole numbers, JSON does not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_finite(value: Any) -> TypeGuard[int | float]:
+    """Whether it is a number that a float can hold: no NaN or infinity, nor a whole number beyond all floats."""
+    return is_number(value) and abs(value) <= sys.float_info.max
 
 
 def is_too_deep(value: object) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -15,7 +14,7 @@ from huggingface_hub import errors as hub_errors
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.files import no_access
-from jdisagg.core.json_values import is_number
+from jdisagg.core.json_values import is_finite
 from jdisagg.core.values import expand_home
 from jdisagg.text.tokenizer_files import added_id, read_tokenizer_config
 
@@ -162,7 +161,7 @@ def generation_defaults(directory: Path) -> dict[str, float]:
     values = _generation(directory)
     found = {key: values[key] for key in SAMPLING_KEYS if values.get(key) is not None}
     for key, value in found.items():
-        if not is_number(value) or not math.isfinite(value):
+        if not is_finite(value):
             raise ConfigError(f"generation_config.json: {key} is {value!r}, wanted a number")
     return found
 
@@ -173,7 +172,7 @@ def recommended_max_tokens(directory: Path) -> int | None:
     value = _generation(directory).get("max_new_tokens")
     if value is None:
         return None
-    if not is_number(value) or not math.isfinite(value) or value < 1 or value != int(value):
+    if not is_finite(value) or value < 1 or value != int(value):
         raise ConfigError(f"generation_config.json: max_new_tokens is {value!r}, wanted an integer of at least 1")
     return int(value)
 

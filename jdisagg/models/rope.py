@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.json_values import is_number
+from jdisagg.core.json_values import is_finite
 from jdisagg.core.told import told
 
 LONGEST = 2**40  # tokens that no config.json has positions for
@@ -228,6 +227,6 @@ def _number(values: Mapping[str, Any], key: str, name: str) -> float:
 
 def positive_number(value: Any, name: str) -> float:
     """`value`, which config.json calls `name`, as a float above 0 and below infinity. Raises ConfigError."""
-    if not is_number(value) or not 0 < value <= sys.float_info.max:
+    if not is_finite(value) or value <= 0:
         raise ConfigError(f"config.json: {name} is {value!r}, wanted a positive number")
     return float(value)

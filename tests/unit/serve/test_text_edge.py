@@ -29,6 +29,7 @@ def test_a_top_k_that_is_off_is_none(tmp_path: Path, top_k: float, wanted: int |
     [
         ("temperature", -1),
         ("temperature", math.inf),
+        pytest.param("temperature", 10**400, id="temperature-of-400-digits"),
         ("temperature", "0.6"),
         ("temperature", True),
         ("top_p", 0),
@@ -44,6 +45,7 @@ def test_a_top_k_that_is_off_is_none(tmp_path: Path, top_k: float, wanted: int |
         ("max_new_tokens", -1),
         ("max_new_tokens", 20.5),
         ("max_new_tokens", True),
+        pytest.param("max_new_tokens", 10**400, id="max_new_tokens-of-400-digits"),
         ("max_new_tokens", "20"),
         ("max_new_tokens", math.nan),
     ],
