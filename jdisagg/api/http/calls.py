@@ -1,4 +1,4 @@
-"""What makes a message of an answer's text when there are calls in it: those that were forced, or the model's own."""
+"""What makes a message of an answer's text: there may be calls in it, those that were forced, or the model's own."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from jdisagg.api.http.body import Body
 from jdisagg.api.http.forced_calls import ForcedReader, read_forced
 from jdisagg.api.http.free_calls import FreeReader, read_offer
 from jdisagg.api.http.tools import may_call
+from jdisagg.core.metrics import UNREAD
 from jdisagg.core.requests import FinishReason
 
 
@@ -20,8 +21,8 @@ class MessageReader(Protocol):
     nothing: str | None  # the content of a chunk that has nothing to tell
 
     @property
-    def outcome(self) -> str:
-        """What the answer is that was read, one of `CALL_OUTCOMES`."""
+    def outcome(self) -> str | None:
+        """What the answer is that was read, one of `CALL_OUTCOMES`; None where no tools were offered."""
         ...
 
     def message(self, text: str) -> dict[str, Any]:
@@ -37,14 +38,30 @@ class MessageReader(Protocol):
         ...
 
 
-def reader_of(body: Body, edge: Edge) -> Callable[[], MessageReader] | None:
-    """What makes readers for the answers to a chat; None: they are nothing but text. Raises InvalidRequest."""
+class TextReader:
+    """Of an answer that is its text. A MessageReader."""
+
+    def __init__(self, outcome: str | None) -> None:
+        self.nothing: str | None = ""
+        self.outcome = outcome
+
+    def message(self, text: str) -> dict[str, Any]:
+        """See MessageReader."""
+        return {"content": text}
+
+    def news(self, text: str, *, is_last: bool) -> dict[str, Any]:
+        """See MessageReader."""
+        return {"content": text} if text else {}
+
+    def finish_reason(self, finish: FinishReason) -> str:
+        """See MessageReader."""
+        return finish.value
+
+
+def reader_of(body: Body, edge: Edge) -> Callable[[], MessageReader]:
+    """What makes readers for the answers to a chat. Raises InvalidRequest."""
     if (forced := read_forced(body)) is not None:
         return partial(ForcedReader, forced)
-    offer = read_offer(body, edge)
-    return None if offer is None else partial(FreeReader, offer)
-
-
-def is_unread(body: Body, edge: Edge) -> bool:
-    """Whether answers may have calls in a format that is not known, which stay text."""
-    return edge.call_format is None and may_call(body)
+    if (offer := read_offer(body, edge)) is not None:
+        return partial(FreeReader, offer)
+    return partial(TextReader, UNREAD if may_call(body) else None)  # calls in a format that is not known stay text

@@ -16,7 +16,7 @@ from jdisagg.api.generation.choice import Delta, ScoredToken, Transcript
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import Job, TextRequest
 from jdisagg.api.http.body import Body, read_body
-from jdisagg.api.http.calls import MessageReader, is_unread, reader_of
+from jdisagg.api.http.calls import MessageReader, TextReader, reader_of
 from jdisagg.api.http.connection import Event, open_stream, while_connected
 from jdisagg.api.http.forced_calls import grammar_field, with_forced, with_function
 from jdisagg.api.http.free_calls import read_offer
@@ -38,9 +38,10 @@ from jdisagg.api.http.request_id import request_id_of
 from jdisagg.api.http.shapes import chat_logprobs, provenance_object, usage_object, wants_provenance
 from jdisagg.api.http.unserved import CHAT_FIELDS, refuse_unserved
 from jdisagg.core.errors import InvalidRequest
-from jdisagg.core.metrics import UNREAD
-from jdisagg.core.requests import MAX_LOGPROBS, FinishReason
+from jdisagg.core.requests import MAX_LOGPROBS
 from jdisagg.core.trace import TRACEPARENT, read_traceparent
+
+_MESSAGE = {"role": "assistant", "content": None, "refusal": None}  # beside what its reader has
 
 
 class ChatCompletions:
@@ -60,8 +61,7 @@ class ChatCompletions:
         )
         text_request = await self._edge.long_texts.run(read, body.num_bytes) if body.is_long else read()
         job = await while_connected(request.receive, _admit(self._edge, text_request, body))
-        make_reader, unread = reader_of(body, self._edge), is_unread(body, self._edge)
-        answer = _Answer(self._edge, job, options, num_top=num_top, make_reader=make_reader, is_unread=unread)
+        answer = _Answer(self._edge, job, options, num_top=num_top, make_reader=reader_of(body, self._edge))
         del body, read, text_request  # of megabytes perhaps, and the answer may take minutes
         if options.stream:
             return await open_stream(request, answer.events())
@@ -133,17 +133,15 @@ class _Answer:
         options: ResponseOptions,
         *,
         num_top: int | None,
-        make_reader: Callable[[], MessageReader] | None,
-        is_unread: bool,
+        make_reader: Callable[[], MessageReader],
     ) -> None:
-        """`make_reader`: None = an answer is its text; `is_unread`: though there may be calls in it."""
         self._edge = edge
         self._job = job
         self._options = options
         self._num_top = num_top
-        self._readers = None if make_reader is None else [make_reader() for _ in job.requests]  # one per choice
-        self._is_unread = is_unread
-        self._nothing = "" if self._readers is None else self._readers[0].nothing
+        self._readers = [make_reader() for _ in job.requests]  # one per choice
+        self._nothing = self._readers[0].nothing
+        self._is_text = isinstance(self._readers[0], TextReader)
         self._created = int(time.time())
         self._card = edge.card  # a router looks through its fleet for it
 
@@ -153,9 +151,9 @@ class _Answer:
         for choice in transcript.choices:
             shown: dict[str, Any] = {
                 "index": choice.index,
-                "message": self._message(choice.index, choice.text),
+                "message": _MESSAGE | self._readers[choice.index].message(choice.text),
                 "logprobs": self._logprobs(choice.logprobs),
-                "finish_reason": self._finish_reason(choice.index, choice.finish) if choice.finish else None,
+                "finish_reason": self._readers[choice.index].finish_reason(choice.finish) if choice.finish else None,
                 "stop_reason": choice.stop,
             }
             if self._options.return_token_ids:
@@ -170,25 +168,16 @@ class _Answer:
             answer["jdisagg"] = provenance_object(transcript)
         return answer
 
-    def _message(self, index: int, text: str) -> dict[str, Any]:
-        shown = {"content": text} if self._readers is None else self._readers[index].message(text)
-        return {"role": "assistant", "content": None, "refusal": None} | shown
-
-    def _finish_reason(self, index: int, finish: FinishReason) -> str:
-        return finish.value if self._readers is None else self._readers[index].finish_reason(finish)
-
     def _count(self, index: int) -> None:
         """What became of the tools that were offered, once a choice has ended."""
-        if self._readers is not None:
-            self._edge.answered_tools(self._readers[index].outcome)
-        elif self._is_unread:
-            self._edge.answered_tools(UNREAD)
+        if (outcome := self._readers[index].outcome) is not None:
+            self._edge.answered_tools(outcome)
 
     async def events(self) -> AsyncGenerator[Event]:
         """The chunks of a request that streams: the role first, then text, then a finish reason for each choice."""
         transcript = self._edge.transcript(self._job, keep_text=False)
         plain = None
-        if self._num_top is None and self._readers is None and not self._options.shows_more:
+        if self._num_top is None and self._is_text and not self._options.shows_more:
             plain = PlainChunks(lambda delta: self._with_usage(self._text_chunk(delta, self._news(delta)), transcript))
         opened: set[int] = set()
         async with aclosing(self._edge.stream(self._job)) as deltas:
@@ -220,8 +209,6 @@ class _Answer:
 
     def _news(self, delta: Delta) -> dict[str, Any]:
         """What its text adds to the message; empty: nothing."""
-        if self._readers is None:
-            return {"content": delta.text} if delta.text else {}
         return self._readers[delta.index].news(delta.text, is_last=delta.finish is not None)
 
     def _text_chunk(self, delta: Delta, news: dict[str, Any]) -> dict[str, Any]:
@@ -232,8 +219,8 @@ class _Answer:
 
     def _last_chunk(self, delta: Delta, transcript: Transcript) -> dict[str, Any]:
         assert delta.finish is not None
-        nothing = {"content": ""} if self._readers is None else {}  # guidellm reads the content of each chunk of a text
-        event = self._chunk(delta, nothing, finish=self._finish_reason(delta.index, delta.finish))
+        nothing = {"content": ""} if self._is_text else {}  # guidellm reads the content of each chunk of a text
+        event = self._chunk(delta, nothing, finish=self._readers[delta.index].finish_reason(delta.finish))
         event["choices"][0]["stop_reason"] = delta.stop
         if self._options.provenance and not self._options.include_usage and transcript.is_finished:
             event["jdisagg"] = provenance_object(transcript)
