@@ -16,8 +16,11 @@ from jdisagg.core.json_values import is_too_deep
 from jdisagg.text.chat import ChatTemplate
 from jdisagg.text.content_form import text_part
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # OpenAI's, and vLLM's max
 _ID_LENGTH = 9
 _NO_TEXT = ("", [], [text_part("")])
+_TEXT_PARTS = ("text", "input_text", "output_text")  # the latter as in OpenAI's Responses
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "documents", "self"})
 
 
 def render_prompt(body: Body, template: ChatTemplate | None) -> str:
@@ -35,19 +38,20 @@ def render_prompt(body: Body, template: ChatTemplate | None) -> str:
     render = partial(template.render, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
     texts = [_plain_message(index, message) for index, message in enumerate(messages)]
     prompt = _render(render, texts)
-    if not template.is_text_shown(of_tools=tools is not None) and _is_text_unseen(texts, prompt, render):
+    is_doubtful = any(message["content"] for message in texts) and not template.is_text_shown(of_tools=tools is not None)
+    if is_doubtful and not _is_seen(prompt, partial(_render, render, [message | {"content": ""} for message in texts])):
         raise InvalidRequest(
             "messages: the chat template of the served model shows none of their text to it; render the prompt and use "
             "/v1/completions, or correct the model's template",
             field="messages",
         )
     index = next((i for i, message in enumerate(texts) if message.get("tool_calls")), None)
-    if index is None or _are_calls_seen(texts, prompt, render):
+    if index is None or _is_seen(prompt, partial(render, _without_calls(texts))):
         return prompt
     without_text = [_without_empty_text(message) for message in texts]  # some look for calls where there is no text
     with suppress(InvalidRequest):
         prompt = _render(render, without_text)
-        if _render_without_calls(render, without_text) != prompt:
+        if render(_without_calls(without_text)) != prompt:
             return prompt
     field = f"messages[{index}].tool_calls"
     told = f"{field}: the chat template of the served model shows none to it; write them into content"
@@ -90,36 +94,21 @@ def _with_short_id(call: Any) -> Any:
     return {**call, "id": call["id"][-_ID_LENGTH:]} if isinstance(call, dict) and isinstance(call.get("id"), str) else call
 
 
-def _is_text_unseen(messages: list[dict[str, Any]], prompt: str, render: Callable[[list[dict[str, Any]]], str]) -> bool:
-    """Whether there is text, and the prompt would be the same without it."""
-    without = [message | {"content": ""} for message in messages]
+def _is_seen(prompt: str, render_without: Callable[[], str]) -> bool:
+    """Whether the prompt would be another without what is left out there."""
     try:
-        return any(message["content"] for message in messages) and _render(render, without) == prompt
-    except InvalidRequest:  # it misses the text
-        return False
-
-
-def _are_calls_seen(messages: list[dict[str, Any]], prompt: str, render: Callable[[list[dict[str, Any]]], str]) -> bool:
-    """Whether the prompt would be another without the calls."""
-    try:
-        return _render_without_calls(render, messages) != prompt
-    except InvalidRequest:  # it misses them
+        return render_without() != prompt
+    except InvalidRequest:  # the template misses it
         return True
 
 
-def _render_without_calls(render: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]]) -> str:
-    return render([{name: value for name, value in message.items() if name != "tool_calls"} for message in messages])
+def _without_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]
 
 
 def _without_empty_text(message: dict[str, Any]) -> dict[str, Any]:
     """A message of calls alone, as OpenAI writes it."""
     return {**message, "content": None} if message.get("tool_calls") and message["content"] in _NO_TEXT else message
-
-
-_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "documents", "self"})
-
-
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # OpenAI's, and vLLM's max
 
 
 def _template_kwargs(body: Body) -> dict[str, Any]:
@@ -187,9 +176,6 @@ class _Arguments(dict[str, Any]):
 
     def __str__(self) -> str:
         return self._text
-
-
-_TEXT_PARTS = ("text", "input_text", "output_text")  # the latter as in OpenAI's Responses
 
 
 def _read_text(where: str, role: str, part: Any) -> str:
