@@ -18,6 +18,7 @@ from typing import Any
 from uuid import uuid4
 
 from jdisagg.api.channels import Credentials
+from jdisagg.api.tasks import cancel_and_wait, start_in
 from jdisagg.api.worker.client import CLOSED, SILENT, STALLED, WorkerLink
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
@@ -75,7 +76,7 @@ class Workers:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._due_s = monotonic() + config.heartbeat_s  # when this process means to look again
-        self._start(self._sweep_forever())
+        start_in(self._tasks, self._sweep_forever())
 
     # --- Registry
 
@@ -148,19 +149,12 @@ class Workers:
     async def close(self) -> None:
         """Close every stream, open no more and stop every task; who waits for a worker looks again. `on_lost` is not called."""
         self._closed = True
-        for task in list(self._tasks):
-            task.cancel()
         self._notify()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_and_wait(*self._tasks)
         links, self._links = list(self._links.values()), {}
         await asyncio.gather(*(link.close() for link in links))
 
     # --- inside
-
-    def _start(self, coroutine: Any) -> None:
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _notify(self) -> None:
         self._changed.set()
@@ -267,7 +261,7 @@ class Workers:
         link = self._links.pop(entry.key, None)
         if link is not None:
             link.abandon()
-            self._start(link.close())
+            start_in(self._tasks, link.close())
         self._gone(entry, reason)
 
     def _gone(self, entry: Entry, reason: str) -> None:
