@@ -9,7 +9,7 @@ from bench_kit.servers import Server
 
 from gpu_kit.findings import Findings
 from gpu_kit.questions import Answers, ask, compare, first_token_ms, kept_answers, killed_questions, questions, varied
-from gpu_kit.servers import check_compiles, end, engine_flags, servers
+from gpu_kit.servers import check_bits, check_compiles, end, engine_flags, servers
 from gpu_kit.setting import Setting
 
 
@@ -44,6 +44,7 @@ def _unified(setting: Setting, server: Server, findings: Findings) -> None:
         streams=[list(stream.token_ids) for stream in found],
         killed=[list(stream.token_ids) for stream in killed],
         first_ms=first_ms,
+        bits=server.ready.bits,
     ).keep(setting)
     findings.check("the streams are varied", varied(found))
     again = ask(server.client, questions(scale)[: scale.at_once], 1)
@@ -70,6 +71,7 @@ def _colocated(setting: Setting, server: Server, findings: Findings) -> None:
         findings.left_out("equal streams", "unified left no answers")
     else:
         compare("every stream is unified's", found, answers.streams, findings)
+        check_bits(findings, colocated=server.ready.bits, unified=answers.bits)
     moved = server.bytes_by_backend()
     findings.fact(**{f"{backend}_bytes": int(count) for backend, count in moved.items()})
     findings.check("KV went from mesh to mesh", moved.get("device_put", 0) > 0, str(moved))

@@ -101,6 +101,7 @@ class Answers:
     streams: list[list[int]]
     killed: list[list[int]]
     first_ms: dict[str, list[float]]
+    bits: str | None  # of whoever answered, as in `jdisagg.core.bits`
 
     def keep(self, setting: Setting) -> None:
         """For the sections that compare with them."""

@@ -48,6 +48,12 @@ def check_compiles(server: Server, findings: Findings, name: str) -> None:
     findings.check(f"{name}: nothing compiled after READY", after == 0, f"{after:g} compilations")
 
 
+def check_bits(findings: Findings, **bits: str | None) -> None:
+    """All of these, by who computes them, are the same; the detail shows whose are off."""
+    said = ", ".join(f"{who} {bits_of}" for who, bits_of in bits.items())
+    findings.check(f"{', '.join(bits)} compute the same bits", None not in bits.values() and len({*bits.values()}) == 1, said)
+
+
 def end(server: Server, findings: Findings, name: str) -> None:
     """SIGTERM; it has to leave with status 0."""
     server.client.close()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
-from gpu_kit.findings import Clock
-from gpu_kit.servers import engine_flags
+from gpu_kit.findings import Clock, Findings
+from gpu_kit.servers import check_bits, engine_flags
 from gpu_kit.setting import Setting
 
 from jdisagg.aot.accelerators import read_accelerators
@@ -41,3 +42,17 @@ def test_both_engines_of_a_colocated_process_fit_one_device(tmp_path: Path, devi
         sizes = size_engine(spec, layout, config, role, lambda memory=memory: [memory])
         in_use_bytes += sizes.num_pages * layout.bytes_per_page
     assert in_use_bytes < limit_bytes
+
+
+@pytest.mark.parametrize(
+    ("p", "d", "unified", "holds"),
+    [("a48-1", "a48-1", "a48-1", True), ("a48-1", "a48-2", "a48-1", False), (None, None, None, False), ("a", "a", "b", False)],
+)
+def test_whose_bits_are_off_is_told(tmp_path: Path, p: str | None, d: str | None, unified: str | None, holds: bool) -> None:
+    check_bits(Findings(tmp_path / "f.json"), P=p, D=d, unified=unified)
+    [check] = json.loads((tmp_path / "f.json").read_text())["checks"]
+    assert check == {
+        "name": "P, D, unified compute the same bits",
+        "holds": holds,
+        "detail": f"P {p}, D {d}, unified {unified}",
+    }
