@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import statistics
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -21,6 +23,7 @@ from jdisagg.handoff.credit import WINDOW_PIECES
 from jdisagg.kv.layout import KVLayout, choose_layout
 from jdisagg.kv.spec import KVSpec
 from jdisagg.models.sharding import make_mesh
+from jdisagg.serve.environment import keep_freed_memory
 
 BACKENDS = ("jax", "grpc", "shm")  # the one with a target first: time may run out
 WAIT_SHARE = 0.5  # of the time there is, for one answer: of a backend that hangs, the others are still seen
@@ -28,21 +31,33 @@ PAGE_SIZE = 16
 WARM_PIECES = 4
 PLAIN = "plain TCP"
 WIDE = 8  # pieces: whether waiting for acknowledgements costs anything
+LEAST_S = 15.0  # a backend with less time left is not begun: half of it is for a process that starts
 
 
 def run(setting: Setting, findings: Findings) -> None:
     """See Section."""
+    keep_freed_memory(os.environ)  # as a worker does; the plain socket's receiver has it as well
     rates: dict[str, float] = {}
     findings.attempt("a plain TCP socket", partial(_plain, setting, rates, findings))
     for backend in BACKENDS:
-        findings.attempt(f"hand-off over {backend}", partial(_between, backend, setting, rates, findings))
+        attempt = findings.attempt if backend == "jax" else partial(_attempt, setting, findings)
+        attempt(f"hand-off over {backend}", partial(_between, backend, setting, rates, findings))
         if backend == "jax":
             why = "the backend failed" if backend not in rates else "no accelerator"
             findings.target(HANDOFF, None if setting.small else rates.get(backend), why)
             known = PLAIN in rates and backend in rates and not setting.small
             findings.target(OF_TCP, rates[backend] / rates[PLAIN] if known else None, why if PLAIN in rates else "no plain TCP")
-    findings.attempt("gather and scatter", partial(_on_device, setting, findings))
-    findings.attempt("hand-off over jax, wider window", partial(_between, "jax", setting, rates, findings, window=WIDE))
+    _attempt(setting, findings, "gather and scatter", partial(_on_device, setting, findings))
+    for name, changed in {"a wider window": {"window": WIDE}, "no checksums": {"checksums": False}}.items():
+        _attempt(setting, findings, f"hand-off over jax, {name}", partial(_between, "jax", setting, rates, findings, **changed))
+
+
+def _attempt(setting: Setting, findings: Findings, part: str, run: Callable[[], None]) -> None:
+    """Unless there is too little time for it."""
+    if setting.clock.left_s() < (0.0 if setting.small else LEAST_S):
+        findings.left_out(part, "out of time")
+    else:
+        findings.attempt(part, run)
 
 
 def _on_device(setting: Setting, findings: Findings) -> None:
@@ -88,17 +103,24 @@ def _plain(setting: Setting, rates: dict[str, float], findings: Findings) -> Non
 
 
 def _between(
-    backend: str, setting: Setting, rates: dict[str, float], findings: Findings, *, window: int = WINDOW_PIECES
+    backend: str,
+    setting: Setting,
+    rates: dict[str, float],
+    findings: Findings,
+    *,
+    window: int = WINDOW_PIECES,
+    checksums: bool = True,
 ) -> None:
     """From Open to the last piece confirmed on D's device, over a real hand-off stream."""
     scale = setting.scale
     count = scale.moved_bytes // scale.piece_bytes
-    form = Form(backend=backend, tokens=scale.piece_bytes // TOKEN_BYTES, checksums=True, window=window)
+    form = Form(backend=backend, tokens=scale.piece_bytes // TOKEN_BYTES, checksums=checksums, window=window)
     with connected(form, wait_s=WAIT_SHARE * setting.clock.left_s()) as consumer:
         consumer.move(WARM_PIECES)
         moved = [consumer.move(count) for _ in range(scale.repeats)]
         first_ms = sorted(1e3 * consumer.first_chunk_s() for _ in range(10 * scale.repeats))
-    name = backend if window == WINDOW_PIECES else f"{backend}, window of {window} pieces"
+    wide = "" if window == WINDOW_PIECES else f", window of {window} pieces"
+    name = f"{backend}{wide}{'' if checksums else ', no checksums'}"
     _tell(name, moved, setting, rates, findings, open_to_announcement_ms=first_ms[len(first_ms) // 2])
 
 

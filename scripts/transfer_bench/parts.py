@@ -26,7 +26,7 @@ from jdisagg.transfer.tcp_store import TcpStore
 HOST = "127.0.0.1"
 SPEC = KVSpec(num_layers=8, num_kv_heads=8, features=256, dtype="float32")
 TOKEN_BYTES = SPEC.bytes_per_token  # 64 KiB
-BUFFER_BYTES = 2**28
+BUFFER_BYTES = 2**29  # of P: a window of large pieces, and those before it whose acknowledgements are on their way
 PATIENT = TransferConfig(dead_after_s=60.0)  # a process that stands still for a moment is not dead
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from operator import methodcaller
 from pathlib import Path
 
@@ -89,18 +90,45 @@ def test_what_has_a_target_is_measured_first() -> None:
 def test_a_target_is_told_before_the_next_part_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, told = tmp_path / "f.json", dict[str, bool]()
 
-    def between(backend: str, _setting: Setting, rates: dict[str, float], findings: Findings, *, window: int = 0) -> None:
+    def between(backend: str, _setting: Setting, rates: dict[str, float], findings: Findings, **changed: object) -> None:
         findings.row("rates", backend=backend)
-        told[f"{backend} {window}"], rates[backend] = HANDOFF.name in path.read_text(), 6.0
+        told[f"{backend} {changed}"], rates[backend] = HANDOFF.name in path.read_text(), 6.0
 
     monkeypatch.setattr(moving_section, "_between", between)
     monkeypatch.setattr(moving_section, "_on_device", lambda *_: None)
+    monkeypatch.setattr(moving_section, "keep_freed_memory", lambda _: True)
     moving_section.run(setting(tmp_path, 20.0), Findings(path))
-    assert told == {"jax 0": False, "grpc 0": True, "shm 0": True, "jax 8": True}
+    wide, unsummed = "jax {'window': 8}", "jax {'checksums': False}"
+    assert told == {"jax {}": False, "grpc {}": True, "shm {}": True, wide: True, unsummed: True}
+
+
+@pytest.mark.parametrize("left_s", [moving_section.LEAST_S - 1.0, moving_section.LEAST_S + 60.0])
+def test_a_hand_off_that_would_only_run_out_of_time_is_left_out_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_s: float
+) -> None:
+    path, began = tmp_path / "f.json", list[str]()
+    for name in ("_plain", "_between", "_on_device"):
+        monkeypatch.setattr(moving_section, name, lambda *_, name=name, **__: began.append(name))
+    monkeypatch.setattr(moving_section, "keep_freed_memory", lambda _: True)
+    moving_section.run(replace(setting(tmp_path, left_s), small=False), Findings(path))
+    found = json.loads(path.read_text())
+    late = left_s < moving_section.LEAST_S
+    assert began == ["_plain", "_between"] + ([] if late else [*["_between"] * 2, "_on_device", *["_between"] * 2])
+    assert set(found["left_out"].values()) == ({"out of time"} if late else set())
+    assert not found["checks"]
+
+
+def test_the_plain_socket_receives_into_memory_as_a_worker_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    for name in ("keep_freed_memory", "_plain", "_between", "_on_device"):
+        monkeypatch.setattr(moving_section, name, lambda *_, name=name, **__: told.append(name))
+    moving_section.run(setting(tmp_path, 20.0), Findings(tmp_path / "f.json"))
+    assert told[:2] == ["keep_freed_memory", "_plain"]
 
 
 def test_a_share_of_what_was_not_measured_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "f.json"
+    monkeypatch.setattr(moving_section, "keep_freed_memory", lambda _: True)
     monkeypatch.setattr(moving_section, "_plain", lambda *_: 1 / 0)
     monkeypatch.setattr(moving_section, "_between", lambda backend, _setting, rates, *_, **__: rates.update({backend: 6.0}))
     monkeypatch.setattr(moving_section, "_on_device", lambda *_: None)
