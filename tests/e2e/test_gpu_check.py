@@ -47,12 +47,15 @@ def test_every_section_runs_small_on_a_cpu(tmp_path: Path) -> None:
     assert left_out in ([], ["aot"]), output
     for backend in ("jax", "grpc", "shm"):
         held = {check["name"]: check for check in sections[f"pair-{backend}"]["found"]["checks"]}
+        assert held["P, D, unified compute the same bits"]["holds"]
         assert held["every stream is unified's"]["detail"] == "24 of 24"
         assert held[f"all KV came over {backend}"]["holds"]
         assert held["every stream goes on as if nothing had happened"]["detail"] == "48 of 48"
-        assert sections[f"pair-{backend}"]["found"]["facts"]["recoveries"] > 0
+        facts = sections[f"pair-{backend}"]["found"]["facts"]
+        assert facts["recoveries"] > 0
+        assert facts["D_compiled_anew"] is (backend == "shm")
     rates = [row["backend"] for row in sections["moving"]["found"]["tables"]["between two processes"]]
-    assert rates == ["plain TCP", "jax", "grpc", "shm", "jax, window of 8 pieces"]
+    assert rates == ["plain TCP", "jax", "grpc", "shm", "jax, window of 8 pieces", "jax, no checksums"]
     assert sections["batch"]["found"]["facts"]["answers_equal"] == 4  # transformers', in float32
     targets = [target for section in sections.values() for target in section["found"].get("targets", [])]
     assert len(targets) >= 4
