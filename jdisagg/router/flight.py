@@ -25,6 +25,15 @@ class _Recoveries:
     latest: tuple[str, ...] = ()  # in this one, as its worker told last
 
 
+@dataclasses.dataclass(slots=True)
+class _Prompt:
+    """What the client was told of its prompt."""
+
+    most_cached: int  # tokens that may still be said to be: behind a replay what it computed itself is in a cache, too
+    cached: int = 0
+    has_logprobs: bool = False
+
+
 class Flight:
     """What was asked, what was delivered, where it runs. `events` holds what the current attempt brought."""
 
@@ -43,9 +52,7 @@ class Flight:
         self.enough = False  # its client has all that it wanted, before a worker said that it is finished
         self._delivered: list[int] = []
         self._recoveries = _Recoveries()
-        self._sent_prompt_logprobs = False
-        self._cached_tokens = 0  # of the prompt, as told last
-        self._most_cached_tokens = len(request.prompt_token_ids)  # behind a replay what it computed itself is in a cache, too
+        self._prompt = _Prompt(most_cached=len(request.prompt_token_ids))
 
     @property
     def num_delivered(self) -> int:
@@ -72,7 +79,7 @@ class Flight:
     @property
     def is_untouched(self) -> bool:
         """Whether nothing of it has reached the client: another model could still answer."""
-        return not self._delivered and not self._sent_prompt_logprobs
+        return not self._delivered and not self._prompt.has_logprobs
 
     def attempt_request(self, prefill_peers: tuple[str, ...], max_model_len: int, num_asked: int) -> EngineRequest:
         """The request for the current attempt, at a worker of that context, one of `num_asked`: everything delivered so far
@@ -81,7 +88,7 @@ class Flight:
         if self.request.fills_context:
             room = max_model_len - len(self.request.prompt_token_ids)
             sampling = dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, room))
-        if self._sent_prompt_logprobs:
+        if self._prompt.has_logprobs:
             sampling = dataclasses.replace(sampling, prompt_logprobs=None)
         return dataclasses.replace(
             self.request,
@@ -98,7 +105,7 @@ class Flight:
         if self.is_untouched:
             self.fingerprint, self.bits = None, ""
         else:
-            self._most_cached_tokens = self._cached_tokens
+            self._prompt.most_cached = self._prompt.cached
         self._recoveries = _Recoveries(earlier=(*self._recoveries.earlier, *self._recoveries.latest, "replay"))
         self.events.clear()
 
@@ -118,7 +125,7 @@ class Flight:
     def accept(self, output: Output) -> Output:
         """Note what is delivered; returns it as the client should see it: one attempt, nothing twice."""
         self._delivered.extend(output.token_ids)
-        self._cached_tokens = cached_tokens = min(output.cached_tokens, self._most_cached_tokens)
+        self._prompt.cached = cached_tokens = min(output.cached_tokens, self._prompt.most_cached)
         rest = output.finish, output.error, output.prompt_logprobs, output.provenance
         if rest == _NOTHING:  # as in most of them, which take a third of the time so
             return Output(
@@ -130,8 +137,8 @@ class Flight:
                 fingerprint=self.fingerprint,
             )
         self.finished = output.finish is not None
-        prompt_logprobs = None if self._sent_prompt_logprobs else output.prompt_logprobs
-        self._sent_prompt_logprobs |= prompt_logprobs is not None
+        prompt_logprobs = None if self._prompt.has_logprobs else output.prompt_logprobs
+        self._prompt.has_logprobs |= prompt_logprobs is not None
         return dataclasses.replace(
             output,
             attempt=self.request.attempt,
