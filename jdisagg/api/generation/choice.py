@@ -211,7 +211,7 @@ class ChoiceResult:
     finish: FinishReason | None = None
     stop: str | int | None = None
     provenance: Provenance | None = None
-    cached_tokens: int = 0
+    cached_tokens: int | None = None  # of its prompt; None: nothing has come of it
 
     @property
     def text(self) -> str:
@@ -241,7 +241,8 @@ class Transcript:
         choice = self.choices[delta.index]
         self._completion_tokens += len(delta.token_ids)
         self.fingerprint = delta.fingerprint or self.fingerprint
-        choice.cached_tokens = max(choice.cached_tokens, delta.cached_tokens)
+        if delta.token_ids or delta.finish is not FinishReason.ABORT:  # else it may end before it begins
+            choice.cached_tokens = max(choice.cached_tokens or 0, delta.cached_tokens)
         choice.provenance = delta.provenance or choice.provenance
         choice.finish = delta.finish or choice.finish
         choice.stop = delta.stop if delta.stop is not None else choice.stop
@@ -260,6 +261,7 @@ class Transcript:
     def usage(self) -> Usage:
         """Counts so far; a prompt counts once however many choices it has."""
         of_prompts = (self.choices[begin : begin + self._n] for begin in range(0, len(self.choices), self._n))
+        told = ([choice.cached_tokens for choice in choices if choice.cached_tokens is not None] for choices in of_prompts)
         # the choice that came to a worker first found what was cached; its siblings may find all of the prompt
-        cached = sum(min(choice.cached_tokens for choice in choices) for choices in of_prompts)
+        cached = sum(min(counts, default=0) for counts in told)
         return Usage(self._num_prompt_tokens, self._completion_tokens, cached)

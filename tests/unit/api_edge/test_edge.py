@@ -247,3 +247,16 @@ def test_a_prompt_counts_as_cached_as_far_as_the_choice_that_came_first_found_it
         for index, cached_tokens in enumerate((*found, 9, 9)):
             transcript.add(Delta(index=index, token_ids=(7,), cached_tokens=cached_tokens))
         assert transcript.usage == Usage(18, 4, min(found) + 9)
+
+
+def test_a_choice_of_which_nothing_has_come_says_nothing_of_what_was_cached() -> None:
+    transcript = Transcript(2, n=2, num_prompt_tokens=9)
+    assert transcript.usage.cached_tokens == 0
+    transcript.add(Delta(index=0, token_ids=(7,), cached_tokens=8))
+    assert transcript.usage.cached_tokens == 8
+    for index in (0, 1):
+        transcript.add(Delta(index=index, finish=FinishReason.ABORT))
+        assert transcript.usage.cached_tokens == 8
+    transcript = Transcript(1, n=1, num_prompt_tokens=9)
+    transcript.add(Delta(index=0, finish=FinishReason.LENGTH, cached_tokens=8))
+    assert transcript.usage.cached_tokens == 8, "of a prompt that is only scored"
