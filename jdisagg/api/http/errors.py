@@ -16,7 +16,10 @@ _CODES: dict[type[JdisaggError], str] = {
     ModelNotFound: "model_not_found",
     Unauthenticated: "invalid_api_key",
 }
-_DEADLINES = "; a deadline is the request's timeout_s, and at most --default-deadline-s of the server"
+_DEADLINES = (
+    "; a deadline is the request's timeout_s, and at most --default-deadline-s of the server, or --request-timeout-s of a "
+    "batch without one"
+)
 # OpenAI's clients would by themselves have it computed three times, or end three times as many workers
 _NOT_AGAIN = (DeadlineExceeded, Quarantined)
 

@@ -343,7 +343,8 @@ def test_a_client_does_not_repeat_what_its_deadline_ended(tokenizer: Tokenizer, 
             with pytest.raises(openai.InternalServerError) as late:
                 await client.completions.create(model="tiny", prompt="the", stream=stream)
             assert late.value.status_code == 504
-            assert "the deadline passed; a deadline is the request's timeout_s, and at most --default" in late.value.message
+            told = "the deadline passed; a deadline is the request's timeout_s, and at most --default-deadline-s of the server"
+            assert f"{told}, or --request-timeout-s of a batch without one" in late.value.message
             assert len(engine.requests) == 1
             engine.failure = (0, HandoffLost("the KV is lost"))
             with pytest.raises(openai.InternalServerError):
