@@ -106,7 +106,7 @@ class Fleet:
     def waits(self, entry: Entry, silent_s: float, now_s: float) -> bool:
         """Whether a worker whose Run stream is silent for so long is not taken for dead."""
         partners = Partners(self.members())
-        heirs = [other for other in self._entries.values() if not (other.member.draining or _is_idle(other, partners))]
+        heirs = (other for other in self._entries.values() if not (other.member.draining or _is_idle(other, partners)))
         return self._silence.waits(entry, heirs, silent_s, now_s)
 
     def forgive(self, late_s: float, now_s: float) -> None:
