@@ -145,6 +145,28 @@ def test_of_a_full_fleet_no_more_are_asked_between_two_pauses_than_a_router_name
     assert {*rounds[0], *rounds[1], *rounds[2]} > {*rounds[0]}, "others have a turn"
 
 
+def test_newcomers_take_the_places_of_those_that_are_full() -> None:
+    new = tuple(f"n{number}" for number in range(MAX_PREFILL_PEERS))
+    ladder = Ladder(("full",), lambda: ("full", *new))
+    ladder.busy("full", "full")
+    assert ladder.resume() == new[0]
+    assert ladder.peers == new
+
+
+def test_who_is_asked_next_does_not_depend_on_who_came_while_somebody_is_left_to_ask() -> None:
+    ladder = Ladder(("b", "a"), lambda: ("new", "a", "b"))
+    assert ladder.next_or_new_peer() == "b"
+
+
+@pytest.mark.parametrize(("num_unfit", "asked"), [(2 * MAX_PREFILL_PEERS - 1, "new"), (2 * MAX_PREFILL_PEERS, None)])
+def test_nobody_new_is_asked_for_a_request_that_none_of_many_could_serve(num_unfit: int, asked: str | None) -> None:
+    peers = tuple(f"p{number}" for number in range(num_unfit))
+    ladder = Ladder(peers, lambda: ("new",))
+    for peer in peers:
+        ladder.failed(peer, InvalidRequest("too long", field="prompt"))
+    assert ladder.resume() == asked
+
+
 def test_one_that_comes_and_is_lost_leaves_the_only_one_there_was_its_second_try() -> None:
     side, known = begun("p")
     known.append("q")
