@@ -5,7 +5,7 @@
 # batch: what a batch reads, asks and writes; router: who gets a request, and the next attempt of one that lost its worker;
 # roles: a worker's tick, and both sides of a hand-off as they are carried out.
 # What is broken and which tests run is in pyproject.toml ([tool.mutmut], [tool.mutmut-PART]). Without a pattern all run: sched
-# has 3500, 40 minutes on one core that is not shared, handoff 2000, 15 minutes, text 750, batch 1200 (each with a server on a
+# has 3500, 40 minutes on one core that is not shared, handoff 3200, 15 minutes, text 750, batch 1200 (each with a server on a
 # socket), router 2500 (many with a fleet of workers on sockets: take it by module); JDISAGG_MUTATION_LIMIT_S (3600) bounds it.
 # A pattern is like 'jdisagg.sched.pages.*'; what it leaves out is not in the table.
 # Works on a copy in build/mutation/PART. Prints each survivor's change and the share of mutants noticed per module.
