@@ -23,9 +23,10 @@ class Reached:
     flops_per_s: float
     layer_s: float  # of a step that one layer takes beside its bytes or products: kernels that begin and end
     step_s: float  # that a step takes beside its layers
+    decode_call_s: float  # that the host takes to launch a decode step, while the one before runs: none is shorter
 
     def expected_s(self, *, num_bytes: float, flops: float, num_layers: int) -> float:
-        """Of a step on one device."""
+        """Of a step on one device, however soon the host launches it."""
         return max(num_bytes / self.bytes_per_s, flops / self.flops_per_s) + num_layers * self.layer_s + self.step_s
 
 

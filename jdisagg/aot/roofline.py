@@ -87,14 +87,15 @@ class Roofline:
             step_s=step_s,
             tokens_per_s=work.tokens / step_s,
             bound_by=max(times, key=lambda kind: times[kind]),
-            expected_s=self._expected_s(num_bytes, flops, times["interconnect"]),
+            expected_s=self._expected_s(work, num_bytes, flops, times["interconnect"]),
         )
 
-    def _expected_s(self, num_bytes: float, flops: float, sent_s: float) -> float | None:
+    def _expected_s(self, work: Workload, num_bytes: float, flops: float, sent_s: float) -> float | None:
         reached = self.accelerator.reached
         if reached is None or self.form.dtype != "bfloat16":
             return None
-        return sent_s + reached.expected_s(num_bytes=num_bytes, flops=flops, num_layers=self.form.spec.num_layers)
+        device_s = sent_s + reached.expected_s(num_bytes=num_bytes, flops=flops, num_layers=self.form.spec.num_layers)
+        return max(device_s, reached.decode_call_s) if work.phase == "decode" else device_s
 
     def _bytes(self, work: Workload) -> float:
         per_token = self.layout.bytes_per_page / self.layout.page_size / self.layout.num_shards / self.form.spec.num_layers

@@ -268,14 +268,25 @@ def test_steps_that_were_measured_are_foretold_within_a_quarter(
     assert time.expected_s > time.step_s, "nothing is faster than the bound"
 
 
+def test_a_decode_step_of_few_layers_takes_as_long_as_its_call() -> None:
+    four_layers = of_8b("h200", num_layers=4)  # as gpu_check's section `aot` has them
+    decode = four_layers.time(Workload(phase="decode", rows=4, tokens=4, context=1024))
+    prefill = four_layers.time(Workload(phase="prefill", rows=1, tokens=64, context=64))
+    assert decode is not None
+    assert prefill is not None
+    assert decode.expected_s == pytest.approx(2.214e-3, rel=0.25)
+    assert prefill.expected_s is not None
+    assert prefill.expected_s < 1e-3, "the call of a prefill step was not measured"
+
+
 def test_nothing_is_expected_of_devices_that_were_never_measured() -> None:
     time = of_8b("h100").time(Workload(phase="decode", rows=8, tokens=8, context=1024))
     assert time is not None
     assert time.expected_s is None
 
 
-def of_8b(accelerator: str) -> Roofline:
-    spec = ModelSpec.from_config(read_model_config(str(MODELS / "llama3-8b.json")))
+def of_8b(accelerator: str, num_layers: int = 32) -> Roofline:
+    spec = ModelSpec.from_config(read_model_config(str(MODELS / "llama3-8b.json")) | {"num_hidden_layers": num_layers})
     form = ModelForm(spec=spec, dtype="bfloat16", kv_dtype="bfloat16", layer_loop=LayerLoop.UNROLLED)
     mesh = planned_mesh("cuda", 1)
     return Roofline(form, mesh, form.layout(mesh, 16), read_accelerators()[accelerator])
