@@ -161,6 +161,7 @@ def _refused(loaded: LoadedModel, mesh: Any, flags: tuple[str, ...], word: Word,
         runner = make_runner(loaded, mesh, config, Role.UNIFIED)
         warm_up(runner)
     except (ConfigError, RuntimeError) as refusal:
-        findings.check("a tenth more pages is refused", True, str(refusal)[:200])
+        for_memory = isinstance(refusal, ConfigError) or "RESOURCE_EXHAUSTED" in str(refusal)
+        findings.check("a tenth more pages is refused", for_memory, str(refusal)[:200])
     else:
         findings.check("a tenth more pages is refused", False, f"{runner.num_pages} pages started")

@@ -113,8 +113,10 @@ def connected(form: Form, *, wait_s: float = inf) -> Iterator[Consumer]:
     try:
         with child(produce, form, start_s=min(START_S, wait_s)) as (producer, address):
             consumer = Consumer(form, address, producer, loop, wait_s=wait_s)
-            yield consumer
-            asyncio.run_coroutine_threadsafe(consumer.aclose(), loop).result(20)
+            try:
+                yield consumer
+            finally:
+                asyncio.run_coroutine_threadsafe(consumer.aclose(), loop).result(20)
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)
