@@ -29,8 +29,21 @@ def answer_line(call: Call, status_code: int, body: dict[str, Any], *, batch_id:
         stable["created"] = created
     if isinstance(usage := stable.get("usage"), dict):  # cache hits depend on what ran before
         stable["usage"] = {key: value for key, value in usage.items() if key != "prompt_tokens_details"}
+    if isinstance(choices := stable.get("choices"), list):
+        stable["choices"] = [_with_stable_calls(choice, f"call_{call.number}_{index}") for index, choice in enumerate(choices)]
     response = {"status_code": status_code, "request_id": f"batch-{call.number}", "body": stable}
     return {"id": line_id(batch_id, call.number), "custom_id": call.custom_id, "response": response, "error": None}
+
+
+def _with_stable_calls(choice: Any, name: str) -> Any:
+    """Servers draw the ids of tool calls at random; those that begin with `name` are the same in every run."""
+    match choice:
+        case {"message": {"tool_calls": [*calls]} as message}:
+            named = [
+                one | {"id": f"{name}_{i}"} if isinstance(one, dict) and "id" in one else one for i, one in enumerate(calls)
+            ]
+            return choice | {"message": message | {"tool_calls": named}}
+    return choice
 
 
 def error_line(bad: BadLine, *, batch_id: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -44,7 +45,32 @@ def test_two_answers_to_one_request_are_one_line() -> None:
     assert first == {"id": "batch_b_3", "custom_id": "a", "response": response, "error": None}
 
 
-@pytest.mark.parametrize("body", [{}, {"usage": None}, {"error": {"message": "full"}}])
+def test_two_answers_with_tool_calls_are_one_line_whose_calls_have_ids_of_their_own() -> None:
+    def chosen(index: int) -> dict[str, Any]:
+        calls = [{"id": f"call_{uuid4().hex}", "type": "function", "function": {"name": "f"}} for _ in range(2)]
+        return {"index": index, "message": {"role": "assistant", "content": None, "tool_calls": calls}}
+
+    first, second = (
+        answer_line(CALL, 200, {"choices": [chosen(index) for index in range(2)]}, batch_id="b", created=9) for _ in range(2)
+    )
+    assert first == second
+    choices = first["response"]["body"]["choices"]
+    ids = [call["id"] for choice in choices for call in choice["message"]["tool_calls"]]
+    assert ids == ["call_3_0_0", "call_3_0_1", "call_3_1_0", "call_3_1_1"]
+    assert choices[1]["message"]["tool_calls"][1] == {"id": ids[-1], "type": "function", "function": {"name": "f"}}
+    assert choices[0]["message"]["role"] == "assistant"
+
+
+ODD_CALLS = [5, "id", {"name": "f"}, None]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *({}, {"usage": None}, {"error": {"message": "full"}}, {"choices": "a"}, {"choices": [None, "a", {"message": "a"}]}),
+        {"choices": [{"message": {"tool_calls": tool_calls}} for tool_calls in (None, "a", {}, ODD_CALLS)]},
+    ],
+)
 def test_an_answer_of_another_form_stays_as_it_is(body: dict[str, Any]) -> None:
     assert answer_line(CALL, 429, body, batch_id="b", created=9)["response"]["body"] == body
 
