@@ -139,6 +139,13 @@ class ChoiceText:
             finish = FinishReason.STOP
         return self._delta(output, text, num_tokens=used, scored=tuple(scored), prompt_logprobs=prompt_logprobs, finish=finish)
 
+    def rest(self) -> Delta | None:
+        """What is withheld of the text of its tokens, if anything, for a choice that ends here; no more may be absorbed."""
+        if not self._num_tokens:
+            return None
+        text = self._advance(self._detokenizer.flush()) + self._stops.flush()
+        return Delta(index=self._index, text=text) if text else None
+
     def _advance(self, text: str) -> str:
         """Count a token and its text; returns what may be shown."""
         self._num_tokens += 1

@@ -228,7 +228,15 @@ class Edge:
             scores_only=job.scores_only,
         )
         async with aclosing(self._engine.generate(request)) as outputs:
-            async for output in outputs:
+            while True:
+                try:
+                    output = await anext(outputs)
+                except StopAsyncIteration:
+                    break
+                except asyncio.CancelledError:  # the answer to an abort has the text of all its tokens
+                    if (rest := choice.rest()) is not None:
+                        yield rest
+                    raise
                 if output.error is not None:
                     raise output.error
                 if output.finish is FinishReason.ERROR:
