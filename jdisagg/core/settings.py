@@ -115,6 +115,8 @@ def _read_file(path: Path, role: str | None) -> Values:
             values |= _once(values, BY_NAME[key], _read(BY_NAME[key].of(role), raw, f"{path} {key}", is_text=False), path)
         elif key in SECTIONS:
             fail(f"{path} {key}", raw, f"the section [{key}]")
+        elif isinstance(raw, dict) and (key in ROLES or key in BY_NAME):
+            _no_section(path, key)
         else:
             _unknown_key(path, None, key)
     return values
@@ -216,6 +218,12 @@ def _unknown_key(path: Path, section: str | None, key: str) -> NoReturn:
     candidates = [*BY_NAME, *([] if section else ["role", *SECTIONS])]
     told = f"; {known}" if (known := advice("--" + key.replace("_", "-"))) else _nearest(key, candidates)
     raise ConfigError(f"{place}: unknown key{told}")
+
+
+def _no_section(path: Path, key: str) -> NoReturn:
+    of_role = f'a file is of one role, as in role = "{key}" above all sections'
+    told = of_role if key in ROLES else f"there are {', '.join(SECTIONS)}"
+    raise ConfigError(f"{path} [{key}]: no such section; {told}")
 
 
 def _nearest(name: str, candidates: list[str]) -> str:
