@@ -163,7 +163,7 @@ class ChoiceText:
         finish: FinishReason | None,
     ) -> Delta:
         stop: str | int | None = self._stops.matched
-        if stop is None and output.stop_token_id in self._stop_token_ids:
+        if stop is None and not self._scores_only and output.stop_token_id in self._stop_token_ids:
             stop = output.stop_token_id
         return Delta(
             index=self._index,

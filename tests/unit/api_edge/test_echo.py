@@ -8,18 +8,18 @@ import httpx
 import pytest
 
 from jdisagg.text.tokenizer import Tokenizer
-from tests.unit.api_edge.fakes import FakeEngine, run, serving
+from tests.unit.api_edge.fakes import EOS, FakeEngine, run, serving
 
 ECHO = {"echo": True, "logprobs": 0, "max_tokens": 2}
 
 
-def _choice(tokenizer: Tokenizer, body: dict[str, Any]) -> dict[str, Any]:
+def _choice(tokenizer: Tokenizer, body: dict[str, Any], answer: str = "hello world") -> dict[str, Any]:
     async def check() -> dict[str, Any]:
-        engine = FakeEngine(tokenizer, "hello world")
+        engine = FakeEngine(tokenizer, answer)
         async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
-            answer = await http.post("/v1/completions", json=body)
-            assert answer.status_code == 200, answer.text
-            return answer.json()["choices"][0]
+            whole = await http.post("/v1/completions", json=body)
+            assert whole.status_code == 200, whole.text
+            return whole.json()["choices"][0]
 
     return run(check())
 
@@ -64,6 +64,15 @@ def test_prompt_scores_that_were_asked_for_are_in_an_echo_too(tokenizer: Tokeniz
     assert plain["prompt_logprobs"][1:]
     assert echoed["prompt_logprobs"] == plain["prompt_logprobs"]
     assert "prompt_logprobs" not in _choice(tokenizer, {"prompt": "the fox"} | ECHO)
+
+
+@pytest.mark.parametrize(("max_tokens", "ended"), [(0, ("length", None)), (1, ("stop", EOS))])
+def test_a_token_that_scoring_alone_made_stops_nothing(
+    tokenizer: Tokenizer, max_tokens: int, ended: tuple[str, int | None]
+) -> None:
+    asked = {"prompt": "the fox", "stop_token_ids": [EOS]} | ECHO | {"max_tokens": max_tokens}
+    choice = _choice(tokenizer, asked, answer="")
+    assert (choice["finish_reason"], choice["stop_reason"]) == ended
 
 
 @pytest.mark.parametrize("num_left", [0, 1, 3])
