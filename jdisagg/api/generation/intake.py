@@ -73,6 +73,7 @@ class Job:
     scores_only: bool  # max_tokens = 0: the one token an engine request must have is dropped
     special_tokens: SpecialTokens
     deadline_s: float  # monotonic
+    is_aborted: bool = False  # before it began: nothing is to be computed
 
     @property
     def num_prompt_tokens(self) -> int:

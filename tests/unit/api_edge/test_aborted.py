@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import aclosing
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from jdisagg.api.generation.choice import ChoiceText, Transcript
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import TextRequest
+from jdisagg.core.errors import InvalidRequest, ModelNotFound
+from jdisagg.core.fleet import ModelCard
 from jdisagg.core.requests import FinishReason, Output, SamplingParams
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, run
@@ -52,3 +55,53 @@ def test_a_choice_of_which_no_token_has_come_has_no_rest(tokenizer: Tokenizer) -
     choice.absorb(Output(request_id="r", token_ids=tokenizer.encode("\N{GRINNING FACE}", add_special_tokens=False)[:1]))
     assert choice.rest() is not None
     assert choice.rest() is None
+
+
+class _Waiting(FakeEngine):
+    """Has no card before `known` is set, as a router that no worker has registered with."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer, "fox", "dog")
+        self.known = asyncio.Event()
+
+    async def first_card(self, deadline_s: float) -> ModelCard:
+        await self.known.wait()
+        return self.card
+
+
+def test_a_request_that_is_aborted_before_its_prompt_is_read_is_not_computed(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        engine = _Waiting(tokenizer)
+        edge = Edge(engine, tokenizer)
+        asked = TextRequest(request_id="r", prompts=("the",), sampling=SamplingParams(), n=2)
+
+        async def answer() -> Transcript:
+            return await edge.complete(await edge.admit(asked))
+
+        answering = asyncio.create_task(answer())
+        await asyncio.sleep(0)
+        assert edge.abort("r")
+        with pytest.raises(InvalidRequest, match="still running"):
+            await edge.admit(asked)
+        engine.known.set()
+        transcript = await answering
+        assert [choice.finish for choice in transcript.choices] == [FinishReason.ABORT] * 2
+        assert transcript.usage.completion_tokens == 0
+        assert not engine.requests
+        assert not edge.abort("r")
+        assert (await answer()).choices[0].text == "fox", "the next one of that id is another request"
+
+    run(check())
+
+
+def test_an_id_is_free_again_once_its_request_was_refused(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        engine = FakeEngine(tokenizer, "fox")
+        edge = Edge(engine, tokenizer)
+        asked = TextRequest(request_id="r", prompts=("the",), sampling=SamplingParams(), model="other")
+        for _ in range(2):
+            with pytest.raises(ModelNotFound):
+                await edge.admit(asked)
+        assert not edge.abort("r")
+
+    run(check())

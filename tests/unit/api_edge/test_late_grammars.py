@@ -32,10 +32,10 @@ def test_a_deadline_passes_while_a_grammar_is_checked(tokenizer: Tokenizer) -> N
         edge = Edge(FakeEngine(tokenizer, "fox"), tokenizer, grammars=gate)
         await gate.prepare(GOOD[0])
         os.kill(checker := pid_of(gate), signal.SIGSTOP)
-        late = [asyncio.create_task(edge.admit(request(grammar, 0.3))) for grammar in GOOD[1:3]]
+        late = {name: asyncio.create_task(edge.admit(request(GOOD[i], 0.3, name))) for i, name in enumerate(("r1", "r2"), 1)}
         in_time = asyncio.create_task(edge.admit(request(GOOD[3], 60.0)))
-        for task in late:
-            with pytest.raises(DeadlineExceeded, match="request r: its deadline passed before"):
+        for name, task in late.items():
+            with pytest.raises(DeadlineExceeded, match=f"request {name}: its deadline passed before"):
                 await task
         os.kill(checker, signal.SIGCONT)
         await in_time
@@ -64,5 +64,5 @@ def test_a_check_that_fails_when_nobody_waits_any_more_leaves_no_traceback(
     assert "never retrieved" not in caplog.text
 
 
-def request(grammar: Grammar, timeout_s: float) -> TextRequest:
-    return TextRequest(request_id="r", prompts=("the",), sampling=SamplingParams(grammar=grammar), timeout_s=timeout_s)
+def request(grammar: Grammar, timeout_s: float, request_id: str = "r") -> TextRequest:
+    return TextRequest(request_id=request_id, prompts=("the",), sampling=SamplingParams(grammar=grammar), timeout_s=timeout_s)
