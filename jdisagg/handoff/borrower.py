@@ -21,6 +21,7 @@ from typing import Any
 from jdisagg.core.config import TransferConfig
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.credit import Credit, window_bytes_of
+from jdisagg.handoff.looks import Looks
 from jdisagg.handoff.messages import Ack, ChunkReady, Declined, HandoffId, Lending, Want
 from jdisagg.handoff.spans import Spans
 
@@ -92,6 +93,7 @@ class Borrower:
     def __init__(self, config: TransferConfig, *, bytes_per_token: int) -> None:
         self._chunk_tokens = config.transfer_chunk_tokens
         self._window_bytes = window_bytes_of(config, bytes_per_token)
+        self._looks = Looks()
         self._live: dict[HandoffId, Borrowing] = {}
         self._by_request: dict[str, Borrowing] = {}
 
@@ -166,7 +168,10 @@ class Borrower:
         return [_fetch(record, ready)]
 
     def tick(self, now_s: float) -> list[BorrowerAction]:
-        """Borrowings that stand still or take too long."""
+        """Borrowings that stand still, while P does not, or take too long."""
+        if still_s := self._looks.stood_still_s(now_s):
+            for record in self._live.values():
+                record.progress_s = min(now_s, record.progress_s + still_s)
         actions: list[BorrowerAction] = []
         for record in [record for record in self._live.values() if record.reserved]:
             if now_s - record.progress_s >= STALL_S:

@@ -123,6 +123,15 @@ def test_it_ends_after_a_second_without_progress() -> None:
     assert ended(side.tick(6.8 + STALL_S)) == (6, 4, Outcome.STALLED)
 
 
+def test_time_in_which_p_stood_still_itself_ends_nothing() -> None:
+    side = borrower()
+    side.on_message(H, ready("a", 2, 6), 5.5)
+    assert side.tick(5.6) == []
+    assert side.tick(9.6) == []
+    assert side.tick(9.6 + STALL_S - 0.2) == []
+    assert ended(side.tick(9.6 + STALL_S)) == (2, 0, Outcome.STALLED), "a tenth of a second had passed before"
+
+
 @pytest.mark.parametrize("deadline_s", [8.0, 100.0])
 def test_it_ends_after_a_while_whatever_comes(deadline_s: float) -> None:
     side = Borrower(CONFIG, bytes_per_token=BPT)
