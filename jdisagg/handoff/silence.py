@@ -12,10 +12,13 @@ ANSWER_TIMEOUT_S = 10.0  # from Open to Accepted or Refused
 
 def forgive(records: Iterable[Inbound], still_s: float, now_s: float) -> None:
     """D stood still for `still_s` until now."""
-    for stream in (record.stream for record in records):
-        if stream is not None:
+    for record in records:
+        if (stream := record.stream) is not None:
             stream.progress_s = min(now_s, stream.progress_s + still_s)
             stream.line.wait_anew(now_s)
+        for stream in (record.stream, None if record.doubted is None else record.doubted.stream):
+            if stream is not None:
+                stream.await_fetches(still_s, record.request.deadline_s)
 
 
 def unanswered(record: Inbound, stream: InboundStream, now_s: float) -> str:

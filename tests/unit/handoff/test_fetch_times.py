@@ -71,6 +71,32 @@ def test_time_in_which_this_process_stood_still_blames_no_peer() -> None:
     assert {note.request_id for note in side.tick(68.1) if isinstance(note, act.Recovered)} == {"computed"}, "a lease of ours"
 
 
+def test_no_fetch_is_taken_for_lost_before_what_it_brought_while_this_process_stood_still_is_heard() -> None:
+    side = decode_side(NEVER)
+    assert fetches(side, ["p"]) == [5.0]
+    for now_s in (1.0, 21.0):
+        side.look(now_s)
+    assert side.tick(21.0) == []
+    assert side.tick(25.9) == []
+    assert only(act.Recovered, side.tick(26.0)).cause.endswith(": timeout"), "six seconds of ours"
+
+
+def test_a_fetch_has_no_more_time_than_its_request_however_long_this_process_stood_still() -> None:
+    side, handoff = decode_side(NEVER), HandoffId("r", 1)
+    side.start(request(4, deadline_s=24.0), 0, ("p",), 0.0)
+    side.on_message(handoff, Accepted(cached_tokens=0), 0.0)
+    side.on_reserved("r", 0.0)
+    side.on_message(handoff, ready("r", 0, 4), 0.0)
+    for now_s in (1.0, 21.0):
+        side.look(now_s)
+    side.on_failed(handoff, "r", "slow", 22.0)
+    later = HandoffId("s", 2)
+    side.start(request(4, request_id="s", deadline_s=1e6), 0, ("p",), 22.0)
+    side.on_message(later, Accepted(cached_tokens=0), 22.0)
+    side.on_reserved("s", 22.0)
+    assert fetched(side.on_message(later, ready("s", 0, 4), 22.0)) == 27.0, "it was the request that had too little"
+
+
 def test_a_connection_that_stalls_before_its_time_is_over_changes_no_times() -> None:
     side = decode_side(NEVER)
     fetches(side, ["p"])

@@ -176,6 +176,15 @@ def test_time_in_which_this_process_stood_still_makes_nothing_late() -> None:
     assert only(act.OpenStream, side.tick(22.0 + LATE)).peer == "q"
 
 
+def test_nor_does_it_take_fetches_from_a_peer_that_was_quiet_for_lost() -> None:
+    side = computed()
+    assert only(act.OpenStream, side.on_message(H, Quiet(0.6), 2.0)).peer == "q"
+    for now_s in (2.0, 22.0):
+        side.look(now_s)
+    side.on_message(H, Awake(), 22.0)
+    assert side.tick(22.0) == []
+
+
 @pytest.mark.parametrize("steps_s", [(1.0,), (1.5,), (3.0,), (1.2, 0.05), (4.0, 0.1, 0.1)])
 def test_long_steps_are_no_standstill(steps_s: tuple[float, ...]) -> None:
     """A large model on few cores: P never answers, and is given up about when it would be with short steps."""
