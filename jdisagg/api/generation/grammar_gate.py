@@ -121,9 +121,10 @@ class GrammarGate:
         try:
             in_time, _ = await asyncio.wait({asked}, timeout=limit_s)
         finally:
-            if not asked.done():
-                await asyncio.to_thread(self._checker.kill)  # which ends the waiting
-                await asyncio.gather(asked, return_exceptions=True)
+            while not asked.done():
+                await asyncio.to_thread(self._checker.kill)  # which ends the waiting, or has another one started
+                await asyncio.wait({asked}, timeout=_WAIT_S + _START_S)
+            await asyncio.gather(asked, return_exceptions=True)  # its error may be nobody's
         if (error := await asked) is not None:
             return error
         if not in_time:

@@ -125,6 +125,34 @@ def test_a_checker_that_stands_still_is_replaced(monkeypatch: pytest.MonkeyPatch
     run_quiet(body())
 
 
+def test_where_the_next_one_stands_still_as_well_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code = f"""
+import os, time
+try:
+    os.mkdir({str(tmp_path / "first")!r})
+except FileExistsError:
+    time.sleep(600)
+else:
+    from jdisagg.text import grammar_checker
+    grammar_checker.main()
+"""
+    monkeypatch.setattr(grammar_gate, "_COMMAND", (sys.executable, "-c", code))
+
+    async def body() -> None:
+        gate = GrammarGate(demo_grammars(), Metrics())
+        await gate.prepare(GOOD[0])
+        for name in ("_WAIT_S", "_START_S"):
+            monkeypatch.setattr(grammar_gate, name, 0.3)
+        os.kill(pid_of(gate), signal.SIGSTOP)
+        for grammar in (GOOD[1], GOOD[2]):  # whoever comes next finds none, and waits no longer
+            with pytest.raises(Unavailable, match=r"^grammars cannot be checked, .*it ended as it started"):
+                async with asyncio.timeout(15):
+                    await gate.prepare(grammar)
+        await gate.aclose()
+
+    run_quiet(body())
+
+
 def test_a_checker_killed_as_it_starts_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     code = f"""
 import os
