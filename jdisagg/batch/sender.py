@@ -26,6 +26,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 MOST_TIMES_TAKEN = 5  # and not answered, by a server that was there each time afterwards
 ALONE_FROM = 2  # times: once may be a restart, which is the fault of none of the many that it cut off
 PROBE_TIMEOUT_S = 10.0
+STOOD_STILL_S = 1.0  # that a pause took longer than it was to: this process was stopped (Ctrl-Z, and fg), or starved
 SILENT_S, TOLD_EVERY_S = 1.0, 30.0  # a wait is told of when it has lasted that long, whichever request's it is; and so often
 _SHOWN_BYTES = 200  # of an answer that is quoted in a message
 
@@ -54,6 +55,7 @@ class Sender:
         self._patience_s = patience_s
         self._served_s = float("-inf")  # when the latest request that was answered had been sent
         self._told_s = float("-inf")  # of a wait
+        self._still_s, self._woke_s = 0.0, float("-inf")  # for how long this process stood still, and when it last went on
         self._suspect = asyncio.Lock()  # of requests that may bring the server down one is asked at a time
 
     async def send(self, call: Call, request_id: str) -> Answer:
@@ -76,11 +78,11 @@ class Sender:
     async def _insist(self, what: str, request: httpx.Request) -> Answer:
         refused_since_s, times_taken, pause_s = None, 0, FIRST_PAUSE_S
         while True:
-            queued_s = monotonic()
+            queued_s = self._now_s()
             async with self._suspect if times_taken >= ALONE_FROM else nullcontext():
                 if refused_since_s is not None:
-                    refused_since_s += monotonic() - queued_s
-                sent_s = monotonic()
+                    refused_since_s += self._now_s() - queued_s
+                sent_s = self._now_s()
                 outcome = await self._once(request)
                 if not isinstance(outcome, _NotNow):
                     self._served_s = max(self._served_s, sent_s)
@@ -93,35 +95,46 @@ class Sender:
                     raise BadAnswer(f"the server took the request {times_taken} times and answered others only: {outcome.why}")
                 refused_since_s, pause_s = None, FIRST_PAUSE_S
                 continue
-            refused_since_s = monotonic() if refused_since_s is None else refused_since_s
+            refused_since_s = self._now_s() if refused_since_s is None else refused_since_s
             # a server that is busy with others will come to this one, too; one that loses it will lose it again
             is_lost = outcome.answer is not None and outcome.answer[0] == LOST
             since_s = refused_since_s if is_lost else max(refused_since_s, self._served_s)
-            if outcome.answer is not None and refused_since_s < self._served_s and since_s < monotonic() - self._patience_s:
+            if outcome.answer is not None and refused_since_s < self._served_s and since_s < self._now_s() - self._patience_s:
                 return outcome.answer
             await self._pause(max(pause_s, outcome.retry_after_s), since_s, what, outcome.why)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _come_back(self, what: str, why: str) -> None:
         """Wait until the server answers something. Raises Unavailable when it stays away."""
-        since_s, pause_s = monotonic(), FIRST_PAUSE_S
+        since_s, pause_s = self._now_s(), FIRST_PAUSE_S
         while away := await self._why_away():
             await self._pause(pause_s, since_s, what, f"{why}; then {away}")
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _pause(self, pause_s: float, since_s: float, what: str, why: str) -> None:
         """Sleep, at most to the end of the patience with a server that is away since then. Raises Unavailable behind that."""
-        left_s = since_s + self._patience_s - monotonic()
+        left_s = since_s + self._patience_s - self._now_s()
         if left_s <= 0:
             raise Unavailable(
                 f"{what}: no answer for {self._patience_s:g} s: {why}; "
                 "check the server, then run the same command again to go on from here"
             )
-        now_s = monotonic()
+        now_s = self._now_s()
         if now_s - since_s >= SILENT_S and now_s - self._told_s >= TOLD_EVERY_S:
             self._told_s = now_s
             log.warning("%s: %s; waiting for the server, up to %.0f s more", what, why, left_s)
-        await asyncio.sleep(min(pause_s, left_s))
+        await self._sleep(min(pause_s, left_s))
+
+    def _now_s(self) -> float:
+        """By a clock that stands still while this process does: that is no absence of the server's."""
+        return monotonic() - self._still_s
+
+    async def _sleep(self, seconds: float) -> None:
+        due_s = monotonic() + seconds
+        await asyncio.sleep(seconds)
+        if (woke_s := monotonic()) - due_s >= STOOD_STILL_S:
+            self._still_s += woke_s - max(due_s, self._woke_s)  # others slept, too
+            self._woke_s = woke_s
 
     async def _once(self, request: httpx.Request) -> Answer | _NotNow:
         """The answer, or why to try again. Requests carry their seed, so sending one twice does no harm."""

@@ -129,6 +129,30 @@ def test_a_server_that_refuses_for_longer_than_the_patience_stops_the_batch() ->
     assert PATIENCE_S <= server.ended_s < 2 * PATIENCE_S
 
 
+class Stopping(Server):
+    """This process is stopped for a minute, a hundredth of a second after the first request, and goes on."""
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        if not self.asked_s:
+            asyncio.get_running_loop().call_later(0.01, self.stop)
+        return await super().__call__(request)
+
+    def stop(self) -> None:
+        asyncio.get_running_loop()._selector.now_s += 60.0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("outcome", [BUSY, DROPPED])
+def test_time_in_which_this_process_stood_still_is_not_the_server_s_absence(outcome: httpx.Response | Exception) -> None:
+    scripts = {name: [(0.0, outcome), (0.0, BUSY), (0.0, FINE)] for name in ("a", "b")}
+    assert ask(Stopping(60.2, **scripts), "a", "b") == [(200, {"object": "text_completion"})] * 2
+
+
+def test_after_a_standstill_of_this_process_a_server_that_refuses_has_what_is_left_of_the_patience() -> None:
+    errors = ask(server := Stopping(0.0, a=[(0, BUSY)] * 20, b=[(0, BUSY)] * 20), "a", "b")
+    assert [type(error) for error in errors] == [Unavailable] * 2
+    assert 60.0 + PATIENCE_S - 0.02 <= server.ended_s < 60.0 + 2 * PATIENCE_S
+
+
 def test_a_request_that_is_always_lost_fails_alone_while_others_are_served() -> None:
     """A router answers so while the request is in quarantine, for it was in flight when workers died."""
     server = Server(0.0, a=[(0, LOST)] * 20, b=[(0.1, LOST), (0, FINE)])
