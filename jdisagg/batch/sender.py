@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
@@ -20,13 +21,15 @@ log = logging.getLogger(__name__)
 
 UNAUTHENTICATED = 401
 LOST = 502  # on its way, or by workers that went down with it
+LATE = 504  # its time is over
 RETRIED = frozenset({429, LOST, 503})  # "not now"
 Answer = tuple[int, dict[str, Any]]  # HTTP status, JSON object
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 MOST_TIMES_TAKEN = 5  # and not answered, by a server that was there each time afterwards
 ALONE_FROM = 2  # times: once may be a restart, which is the fault of none of the many that it cut off
 PROBE_TIMEOUT_S = 10.0
-STOOD_STILL_S = 1.0  # that a pause took longer than it was to: this process was stopped (Ctrl-Z, and fg), or starved
+STOOD_STILL_S = 1.0  # that a sleep took longer than it was to: this process was stopped (Ctrl-Z, and fg), or starved
+LOOK_S = 1.0  # between two looks at that
 SILENT_S, TOLD_EVERY_S = 1.0, 30.0  # a wait is told of when it has lasted that long, whichever request's it is; and so often
 _SHOWN_BYTES = 200  # of an answer that is quoted in a message
 
@@ -56,6 +59,8 @@ class Sender:
         self._served_s = float("-inf")  # when the latest request that was answered had been sent
         self._told_s = float("-inf")  # of a wait
         self._still_s, self._woke_s = 0.0, float("-inf")  # for how long this process stood still, and when it last went on
+        self._num_asking = 0
+        self._looking: asyncio.Task[None] | None = None  # while somebody asks
         self._suspect = asyncio.Lock()  # of requests that may bring the server down one is asked at a time
 
     async def send(self, call: Call, request_id: str) -> Answer:
@@ -66,14 +71,16 @@ class Sender:
         so long or refuses the API key, which is no request's fault."""
         named = {"X-Request-Id": request_id}
         request = self._client.build_request("POST", call.url, json=call.body, headers=named)
-        answer = await self._insist(f"line {call.number}", request)
+        with self._looked_at():
+            answer = await self._insist(f"line {call.number}", request)
         if answer[0] == UNAUTHENTICATED:
             raise _refused_key(str(answer[1])[:_SHOWN_BYTES])
         return answer
 
     async def get(self, path: str) -> Answer:
         """Likewise, of a GET."""
-        return await self._insist(path, self._client.build_request("GET", path))
+        with self._looked_at():
+            return await self._insist(path, self._client.build_request("GET", path))
 
     async def _insist(self, what: str, request: httpx.Request) -> Answer:
         refused_since_s, times_taken, pause_s = None, 0, FIRST_PAUSE_S
@@ -129,6 +136,23 @@ class Sender:
         """By a clock that stands still while this process does: that is no absence of the server's."""
         return monotonic() - self._still_s
 
+    @contextmanager
+    def _looked_at(self) -> Iterator[None]:
+        """Whoever asks knows whether this process stands still meanwhile."""
+        self._num_asking += 1
+        self._looking = self._looking or asyncio.create_task(self._look())
+        try:
+            yield
+        finally:
+            self._num_asking -= 1
+            if not self._num_asking:
+                self._looking.cancel()
+                self._looking = None
+
+    async def _look(self) -> None:
+        while True:
+            await self._sleep(LOOK_S)
+
     async def _sleep(self, seconds: float) -> None:
         due_s = monotonic() + seconds
         await asyncio.sleep(seconds)
@@ -138,14 +162,15 @@ class Sender:
 
     async def _once(self, request: httpx.Request) -> Answer | _NotNow:
         """The answer, or why to try again. Requests carry their seed, so sending one twice does no harm."""
+        still_s = self._still_s
         try:
             response = await self._client.send(request)
         except httpx.TransportError as error:
             taken = isinstance(error, httpx.ReadTimeout | httpx.ReadError | httpx.RemoteProtocolError)
-            return _NotNow(_told(error), taken, isinstance(error, httpx.ReadTimeout))
+            return _NotNow(_told(error), taken, isinstance(error, httpx.ReadTimeout) and self._still_s == still_s)
         except httpx.DecodingError as error:
             raise BadAnswer(f"the server's answer cannot be unpacked: {error}") from error
-        if response.status_code in RETRIED:
+        if response.status_code in RETRIED or (response.status_code == LATE and self._still_s > still_s):
             why = f"HTTP {response.status_code}: {_shown(response.content)}"
             return _NotNow(why, retry_after_s=_retry_after_s(response), answer=_read_answer(response))
         return _read_answer(response)

@@ -17,6 +17,7 @@ PATIENCE_S = 0.6
 BEGAN_S = 1000.0  # by a clock that nobody has just started
 FINE = httpx.Response(200, json={"object": "text_completion"})
 BUSY = httpx.Response(503, json={"error": {"message": "busy"}})
+LATE = httpx.Response(504, json={"error": {"message": "late"}})
 LOST = httpx.Response(502, json={"error": {"message": "lost"}})
 DROPPED = httpx.RemoteProtocolError("Server disconnected without sending a response.")
 Step = tuple[float, httpx.Response | Exception]  # seconds it takes, and what comes of it
@@ -145,6 +146,31 @@ class Stopping(Server):
 def test_time_in_which_this_process_stood_still_is_not_the_server_s_absence(outcome: httpx.Response | Exception) -> None:
     scripts = {name: [(0.0, outcome), (0.0, BUSY), (0.0, FINE)] for name in ("a", "b")}
     assert ask(Stopping(60.2, **scripts), "a", "b") == [(200, {"object": "text_completion"})] * 2
+
+
+@pytest.mark.parametrize("outcome", [httpx.ReadTimeout("nothing came"), LATE])
+def test_what_came_too_late_as_this_process_stood_still_is_asked_for_again(outcome: httpx.Response | Exception) -> None:
+    """The answer may be there, and not read yet; an engine of this process has deadlines, too."""
+    assert ask(Stopping(0.0, a=[(30.0, outcome), (0.0, FINE)]), "a") == [(200, {"object": "text_completion"})]
+
+
+def test_what_came_too_late_is_the_server_s_fault_else() -> None:
+    silent, late = ask(
+        Server(0.0, a=[(30.0, httpx.ReadTimeout("nothing came")), (0.0, FINE)], b=[(30.0, LATE), (0.0, FINE)]), "a", "b"
+    )
+    assert isinstance(silent, BadAnswer)
+    assert late == (504, {"error": {"message": "late"}})
+
+
+def test_nothing_goes_on_once_everything_is_answered() -> None:
+    async def body() -> None:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(Server(0.0)), base_url="http://fake") as client:
+            await Sender(client, patience_s=PATIENCE_S).get("/v1/models")
+            await asyncio.sleep(0.0)
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    with asyncio.Runner(loop_factory=sleepless) as runner:
+        runner.run(body())
 
 
 def test_after_a_standstill_of_this_process_a_server_that_refuses_has_what_is_left_of_the_patience() -> None:
