@@ -139,13 +139,16 @@ async def _start_fleet(config: Config, supervisor: Supervisor, program: Sequence
         raise StartFailed("the router announced no address", 1)
     workers = await supervisor.start(worker_specs(config, _reachable(router.grpc), program, find_tpu(os.environ)))
     deadline_s = time.monotonic() + FLEET_READY_S
-    reason = "not asked yet"
-    while time.monotonic() < deadline_s:
+    is_over = False
+    while True:
         serves, reason = await asyncio.to_thread(_probe, f"http://{_reachable(router.http)}/ready")
         if serves:
             return router, workers
+        if is_over:
+            told = f"all workers are up, but the router was not ready after {FLEET_READY_S:.0f} s: {reason}"
+            raise StartFailed(told, 1)
         await asyncio.sleep(0.1)
-    raise StartFailed(f"all workers are up, but the router was not ready after {FLEET_READY_S:.0f} s: {reason}", 1)
+        is_over = time.monotonic() >= deadline_s  # it is asked once more: this process may have stood still
 
 
 def _probe(url: str) -> tuple[bool, str]:
