@@ -143,6 +143,8 @@ class WorkerLink:
             raise error
         if write in done and not _ended_with_stream(write):
             await write  # raises: a bug of ours
+        for task in done & {beat, stall}:
+            await task  # likewise
         return STALLED if stall in done else SILENT
 
     async def _read(self, call: grpc.aio.StreamStreamCall) -> None:

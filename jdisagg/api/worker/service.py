@@ -109,7 +109,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             await cancel_and_wait(read, write, beat)
         if run.is_meant is False:
             end_call(context, grpc.StatusCode.FAILED_PRECONDITION, f"this is {self._worker}, and another process is meant")
-        for task in done & {read, write}:
+        for task in done & {read, write, beat}:
             error = task.exception()
             if error is not None and not isinstance(error, grpc.aio.BaseError):
                 raise error  # a bug of ours: gRPC logs it, and the router hears of no end in good order

@@ -88,8 +88,8 @@ def test_a_stream_that_breaks_as_the_silence_gets_too_long_is_a_worker_lost_and_
 @pytest.mark.parametrize(
     "side",
     [
-        *("worker reads", "worker writes", "worker encodes", "worker encodes beside"),
-        *("router reads", "router writes", "router decodes beside"),
+        *("worker reads", "worker writes", "worker encodes", "worker encodes beside", "worker beats"),
+        *("router reads", "router writes", "router decodes beside", "router listens"),
     ],
 )
 def test_a_bug_that_ends_a_run_stream_is_no_end_in_good_order_and_in_the_log(
@@ -104,6 +104,8 @@ def test_a_bug_that_ends_a_run_stream_is_no_end_in_good_order_and_in_the_log(
             monkeypatch.setattr("jdisagg.api.in_order.is_long", lambda output: True)
         if side.startswith("worker encodes"):
             monkeypatch.setattr("jdisagg.api.worker.service.encode_output", fail)
+        elif side == "worker beats":
+            monkeypatch.setattr("jdisagg.api.worker.service._RunStream.beat", lambda run: link.answered and fail())
         server, address = await start_server(
             lambda server: worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(engine, FAST), server)
         )
@@ -129,6 +131,8 @@ def test_a_bug_that_ends_a_run_stream_is_no_end_in_good_order_and_in_the_log(
             monkeypatch.setattr("jdisagg.api.worker.client.encode_request", fail)
         elif side == "router decodes beside":
             monkeypatch.setattr(link._decoded, "_convert", fail)
+        elif side == "router listens":
+            monkeypatch.setattr(link._pulse, "_count", lambda may_decide: fail())
         link.submit(request("r"))
         ticking = asyncio.create_task(engine.run())
         await until(lambda: reasons)
