@@ -244,8 +244,11 @@ class PeerServer(PieceServer):
                 await asyncio.wait({read}, timeout=self._config.dead_after_s * LINGER_SHARE)
         finally:
             await cancel_and_wait(read)
-        if read in done and isinstance(error := read.exception(), InvalidRequest):
+        error = read.exception() if read in done else None
+        if isinstance(error, InvalidRequest):
             return "dead", error
+        if error is not None and not isinstance(error, grpc.aio.BaseError):  # a bug of ours, and no connection that is gone
+            log.error("request %s: reading its stream failed", handoff.request_id, exc_info=error)
         if read in done or write in done:
             return "closed" if all(task.exception() is None for task in done) else "dead", None
         return ("unread" if reply.unread.done() else "heartbeat"), None

@@ -170,6 +170,25 @@ def test_a_bug_that_ends_a_stream_is_in_the_log_once(caplog: pytest.LogCaptureFi
     assert [str(record.exc_info and record.exc_info[1]) for record in caplog.records if record.exc_info] == ["a bug"]
 
 
+def test_a_bug_of_the_prefill_worker_in_reading_a_stream_is_in_its_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    def buggy(*_: object) -> None:
+        raise ValueError("a bug")
+
+    async def body() -> None:
+        p = Prefill(identity())
+        async with channels.open_channel(await p.start()) as channel:
+            call = await opened_by_hand(peer_pb2_grpc.PeerServiceStub(channel), p, "r")
+            monkeypatch.setattr(peer_server, "decode_down", buggy)
+            await call.write(peer_pb2.PrefillRequest())
+            await until(p.ends)
+        await p.server.stop(0)
+
+    run_quiet(body())
+    assert [str(record.exc_info and record.exc_info[1]) for record in caplog.records if record.exc_info] == ["a bug"]
+
+
 def test_the_log_says_once_over_what_kv_comes(caplog: pytest.LogCaptureFixture):
     async def body() -> None:
         caplog.set_level("INFO")
