@@ -248,7 +248,8 @@ class PeerServer(PieceServer):
         if isinstance(error, InvalidRequest):
             return "dead", error
         if error is not None and not isinstance(error, grpc.aio.BaseError):  # a bug of ours, and no connection that is gone
-            log.error("request %s: reading its stream failed", handoff.request_id, exc_info=error)
+            log.error("request %s: reading its stream failed; the hand-off is over", handoff.request_id, exc_info=error)
+            return "closed", None
         if read in done or write in done:
             return "closed" if all(task.exception() is None for task in done) else "dead", None
         return ("unread" if reply.unread.done() else "heartbeat"), None
