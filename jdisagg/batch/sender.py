@@ -30,6 +30,7 @@ ALONE_FROM = 2  # times: once may be a restart, which is the fault of none of th
 PROBE_TIMEOUT_S = 10.0
 STOOD_STILL_S = 1.0  # that a sleep took longer than it was to: this process was stopped (Ctrl-Z, and fg), or starved
 LOOK_S = 1.0  # between two looks at that
+MUCH = 0.1  # of the time that a request took: so much in which this process stood still is why it is late
 SILENT_S, TOLD_EVERY_S = 1.0, 30.0  # a wait is told of when it has lasted that long, whichever request's it is; and so often
 _SHOWN_BYTES = 200  # of an answer that is quoted in a message
 
@@ -162,18 +163,23 @@ class Sender:
 
     async def _once(self, request: httpx.Request) -> Answer | _NotNow:
         """The answer, or why to try again. Requests carry their seed, so sending one twice does no harm."""
-        still_s = self._still_s
+        sent_s, still_s = monotonic(), self._still_s
         try:
             response = await self._client.send(request)
         except httpx.TransportError as error:
             taken = isinstance(error, httpx.ReadTimeout | httpx.ReadError | httpx.RemoteProtocolError)
-            return _NotNow(_told(error), taken, isinstance(error, httpx.ReadTimeout) and self._still_s == still_s)
+            timed_out = isinstance(error, httpx.ReadTimeout) and not self._stood_still(sent_s, still_s)
+            return _NotNow(_told(error), taken, timed_out)
         except httpx.DecodingError as error:
             raise BadAnswer(f"the server's answer cannot be unpacked: {error}") from error
-        if response.status_code in RETRIED or (response.status_code == LATE and self._still_s > still_s):
+        if response.status_code in RETRIED or (response.status_code == LATE and self._stood_still(sent_s, still_s)):
             why = f"HTTP {response.status_code}: {_shown(response.content)}"
             return _NotNow(why, retry_after_s=_retry_after_s(response), answer=_read_answer(response))
         return _read_answer(response)
+
+    def _stood_still(self, since_s: float, before_s: float) -> bool:
+        """Whether this process did for much of the time since then, when it had for `before_s` in all."""
+        return self._still_s - before_s > MUCH * (monotonic() - since_s)
 
     async def _why_away(self) -> str:
         """Why the server is not there; "" = it is. Raises Unavailable when it refuses the API key."""
