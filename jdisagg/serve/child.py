@@ -21,6 +21,7 @@ from jdisagg.serve.ready import Ready, parse
 log = logging.getLogger(__name__)
 
 _LINE_LIMIT_BYTES = 2**20  # longer lines of a child are cut into pieces
+_ONCE_MORE_S = 0.2  # behind a time that is over: a loop that stood still looks at its clock before it reads what came
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +74,8 @@ class Child:
         """Its READY; None when it exits or `timeout_s` passes first."""
         exited = asyncio.create_task(self._process.wait())
         try:
-            await asyncio.wait((self._ready, exited), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            for wait_s in (timeout_s, _ONCE_MORE_S):
+                await asyncio.wait((self._ready, exited), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             exited.cancel()
         return self._ready.result() if self._ready.done() else None

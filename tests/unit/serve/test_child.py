@@ -6,13 +6,22 @@ import asyncio
 import io
 import os
 import sys
+import time
+from pathlib import Path
 from typing import TextIO
 
 import pytest
+import uvloop
 
 from jdisagg.core.log_formats import to_stderr
 from jdisagg.serve.child import Child, ChildSpec
 
+READY = """
+import pathlib, sys
+print('{"event": "ready", "role": "decode"}', flush=True)
+pathlib.Path(sys.argv[1]).touch()
+sys.stdin.read()
+"""
 TALKS = "import sys\nfor _ in range(40_000): print(100 * 'x', file=sys.stderr)"
 
 
@@ -47,3 +56,23 @@ def test_a_child_goes_on_when_nobody_reads_what_the_supervisor_prints(monkeypatc
         assert talk(stderr, monkeypatch) == 0
     assert os.read(reader, 2**20).startswith(b"talker | xxx")
     os.close(reader)
+
+
+def test_a_child_that_was_ready_while_its_supervisor_stood_still_came_in_time(tmp_path: Path) -> None:
+    """The loop of a supervisor looks at its clock before it reads."""
+
+    async def body() -> None:
+        spec = ChildSpec(name="decode-0", command=lambda _: (sys.executable, "-c", READY, str(tmp_path / "said")))
+        child = await Child.start(spec, None, to_stderr())
+        waiting = asyncio.create_task(child.wait_ready(0.5))
+        await asyncio.sleep(0.0)
+        while not (tmp_path / "said").exists():
+            time.sleep(0.05)
+        time.sleep(0.6)
+        ready = await waiting
+        await child.stop(1.0)
+        assert ready is not None
+        assert ready.role == "decode"
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(body())
