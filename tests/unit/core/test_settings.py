@@ -14,7 +14,7 @@ from jdisagg.core.settings import SECTION_TYPES
 from tests.unit.core.loading import load, message
 
 
-def test_the_table_names_exactly_the_config_fields() -> None:
+def test_every_config_field_is_a_flag() -> None:
     derived = {"local_prefill_below_tokens"}  # written as below-tokens=N
     wanted = {(section, f.name) for section, kind in SECTION_TYPES.items() for f in fields(kind) if f.name not in derived}
     assert {(flag.section, flag.name) for flag in FLAGS} == wanted
