@@ -8,8 +8,6 @@ from jdisagg.core.config import SchedulerConfig
 from jdisagg.core.errors import ConfigError, InvalidRequest
 from jdisagg.core.requests import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, EngineRequest, Role
 
-POLICIES = ("fcfs", "priority", "prefill-first")
-_NOT_NEGATIVE = ("max_num_kv_read_tokens", "priority_aging_s", "max_bypass", "host_kv_bytes")
 MIN_READS = 8  # a shorter request is of no use
 _MAX_INT32 = 2**31 - 1  # lengths and token ids are 32 bits wide on the device
 
@@ -34,26 +32,16 @@ class Limits:
 
 
 def check_config(config: SchedulerConfig, limits: Limits) -> None:
-    """Raise ConfigError for sizes with which no plan could ever be made."""
-    if config.scheduling_policy not in POLICIES:
-        raise ConfigError(f"scheduling_policy is {config.scheduling_policy!r}; use {', '.join(POLICIES)}")
+    """Raise ConfigError for sizes with which no plan could ever be made, though each is within its flag's bounds."""
     if 0 < config.max_num_kv_read_tokens < MIN_READS:
         raise ConfigError(
             f"max_num_kv_read_tokens is {config.max_num_kv_read_tokens}; use {MIN_READS} or more, or 0 for no bound"
         )
-    for name in ("max_num_seqs", "max_num_batched_tokens", "max_queue_len", "num_scheduler_steps"):
-        if getattr(config, name) < 1:
-            raise ConfigError(f"{name} is {getattr(config, name)}; use at least 1")
     if not config.enable_chunked_prefill and config.max_num_batched_tokens < limits.max_model_len:
         raise ConfigError(
             f"max_num_batched_tokens is {config.max_num_batched_tokens}, and without chunked prefill one step computes up to "
             f"{limits.max_model_len} tokens; use --max-num-batched-tokens {limits.max_model_len}, or chunks"
         )
-    if not 0 <= config.safety_margin < 1:
-        raise ConfigError(f"safety_margin is {config.safety_margin}; use 0 <= share < 1")
-    for name in ("long_prefill_token_threshold", "reserved_decode_tokens", *_NOT_NEGATIVE):
-        if getattr(config, name) < 0:
-            raise ConfigError(f"{name} is {getattr(config, name)}; use 0 or more")
     rows = config.max_num_seqs * (1 + limits.num_lookahead)
     if limits.role is not Role.PREFILL and config.max_num_batched_tokens < rows:
         raise ConfigError(

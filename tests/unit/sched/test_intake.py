@@ -164,22 +164,6 @@ def test_a_deadline_ends_its_request_alone_wherever_it_is() -> None:
     assert engine.seen["b"].tokens == expected((3,), 9)
 
 
-@pytest.mark.covers("V43")
-@pytest.mark.parametrize(
-    ("field", "value", "advice"),
-    [
-        ("scheduling_policy", "fifo", "fcfs, priority, prefill-first"),
-        ("max_num_seqs", 0, "at least 1"),
-        ("max_num_batched_tokens", 3, "--max-num-batched-tokens 4"),
-        ("reserved_decode_tokens", -1, "0 or more"),
-    ],
-)
-def test_sizes_that_cannot_work_say_what_to_change(field: str, value: Any, advice: str) -> None:
-    config = SchedulerConfig(**{"max_num_seqs": 4, "max_num_batched_tokens": 8, field: value})
-    with pytest.raises(ConfigError, match=f"^{field} is .*{advice}"):
-        Scheduler(config, role=Role.UNIFIED, max_model_len=64, page_size=4, num_pages=9, eos_token_ids=(EOS,))
-
-
 @pytest.mark.parametrize("reads", [1, MIN_READS - 1])
 def test_a_read_budget_that_serves_nobody_is_refused_with_the_number_to_use(reads: int) -> None:
     with pytest.raises(ConfigError, match=f"max_num_kv_read_tokens is {reads}; use {MIN_READS} or more, or 0"):

@@ -187,44 +187,6 @@ def test_whoever_follows_the_advice_gets_in(num_prompt: int, max_tokens: int, nu
     raise AssertionError("the advice leads nowhere")
 
 
-@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "max_queue_len", "num_scheduler_steps"])
-def test_a_count_of_nothing_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_config(replace(CONFIG, **{name: 0}), LIMITS)
-    assert caught.value.message == f"{name} is 0; use at least 1"
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("long_prefill_token_threshold", "reserved_decode_tokens", "max_num_kv_read_tokens"),
-        *("priority_aging_s", "max_bypass", "host_kv_bytes"),
-    ],
-)
-def test_a_negative_amount_is_refused_and_zero_is_not(name: str) -> None:
-    check_config(replace(CONFIG, **{name: 0}), LIMITS)
-    with pytest.raises(ConfigError) as caught:
-        check_config(replace(CONFIG, **{name: -1}), LIMITS)
-    assert caught.value.message == f"{name} is -1; use 0 or more"
-
-
-@pytest.mark.parametrize("policy", ["fcfs", "priority", "prefill-first"])
-def test_every_policy_that_a_refusal_offers_is_one(policy: str) -> None:
-    check_config(replace(CONFIG, scheduling_policy=policy), LIMITS)
-    with pytest.raises(ConfigError) as caught:
-        check_config(replace(CONFIG, scheduling_policy="lifo"), LIMITS)
-    assert caught.value.message == "scheduling_policy is 'lifo'; use fcfs, priority, prefill-first"
-
-
-def test_the_safety_margin_is_a_share_below_one() -> None:
-    check_config(replace(CONFIG, safety_margin=0.0), LIMITS)
-    check_config(replace(CONFIG, safety_margin=0.99), LIMITS)
-    for share in (-0.01, 1.0):
-        with pytest.raises(ConfigError) as caught:
-            check_config(replace(CONFIG, safety_margin=share), LIMITS)
-        assert caught.value.message == f"safety_margin is {share}; use 0 <= share < 1"
-
-
 def test_without_chunks_a_step_has_to_hold_the_longest_prompt() -> None:
     whole = replace(CONFIG, enable_chunked_prefill=False, max_num_batched_tokens=64)
     check_config(whole, LIMITS)
