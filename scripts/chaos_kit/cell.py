@@ -5,7 +5,6 @@ others and subject sent -> state seen in /debug/state -> blow -> hold undone -> 
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -14,12 +13,11 @@ from typing import Any
 
 from chaos_kit.act import Act, Blow, Victim
 from chaos_kit.fleet import Fleet
-from chaos_kit.leaks import left_over
+from chaos_kit.leaks import at_rest
 from chaos_kit.stages import SCENES, Stage
 from chaos_kit.stream import LOST, Stream
 
 TRIES = 5  # to be in time for a state
-AT_REST_S = 15.0  # a lease of 4 s and a tick, on a machine that may stand still
 FELT = {(Stage.DECODING, Victim.DECODE), (Stage.D_MEMORY, Victim.PREFILL)}  # a blow that nobody notices came too late
 Answers = Mapping[tuple[int, ...], list[int]]  # by prompt
 
@@ -98,7 +96,9 @@ class CellRunner:
     async def _told(self, cell: Cell, act: Act) -> Cell:
         subject, struck = act.subject, act.struck
         assert struck is not None, "nobody was struck"
-        leaks, at_rest_s = await self._left()
+        began_s = monotonic()
+        leaks = await at_rest([member for member in self._fleet.members if member.up and not member.frozen])
+        at_rest_s = monotonic() - began_s
         router_killed = cell.blow == Blow.KILL.value and cell.victim == Victim.ROUTER.value
         became = subject.became(self._answers[subject.entry.prompt])
         if became == LOST and router_killed:
@@ -130,17 +130,6 @@ class CellRunner:
     async def _ask_again(self, lost: Stream) -> str:
         stream = await Stream(name=f"{lost.name}-again", entry=lost.entry).run(self._fleet.routers[1].grpc)
         return stream.became(self._answers[lost.entry.prompt])
-
-    async def _left(self) -> tuple[list[str], float]:
-        """What survivors still hold for somebody after the lease, and when they held nothing any more."""
-        began_s = monotonic()
-        survivors = [member for member in self._fleet.members if member.up and not member.frozen]
-        while True:
-            parts = await asyncio.gather(*(left_over(member) for member in survivors))
-            found = [f"{member.name}: {text}" for member, part in zip(survivors, parts, strict=True) for text in part]
-            if not found or monotonic() - began_s > AT_REST_S:
-                return found, monotonic() - began_s
-            await asyncio.sleep(0.1)
 
 
 def _came_late(stage: Stage, victim: Victim, blow: Blow, subject: Stream) -> bool:

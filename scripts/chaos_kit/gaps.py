@@ -116,7 +116,7 @@ class GapDrill:
         await asyncio.gather(*tasks)
         await self._heal(victim, trouble)
         self._note(figures, streams, role, struck_s)
-        figures.leaks += await at_rest(self._fleet)
+        figures.leaks += await at_rest(self._fleet.members)
         lengths = [len(one.entry.prompt) + one.tokens_before_gap(struck_s) for one in streams if one.recoveries]
         figures.prefills_s += await self._prefill(lengths)
 

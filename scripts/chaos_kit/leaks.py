@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import linear_regression
 from time import monotonic
 from typing import Any
 
@@ -15,9 +16,11 @@ import httpx
 
 from chaos_kit.fleet import Fleet
 from chaos_kit.member import Member
+from chaos_kit.sockets import descriptors_of
 
 SAMPLE_S = 1.0
-SETTLE_S, PATIENCE_S = 15.0, 10.0  # until nothing is held for requests; until no more is held than at first
+SETTLE_S = 15.0  # until nothing is held for requests: a lease of 4 s and a tick, on a machine that may stand still
+PATIENCE_S = 10.0  # until no more is held than at first
 GRPC_THREADS = "event_engine"  # its pool grows and shrinks with load and machine
 SLACK = {"threads": 2, "descriptors": 6, "sockets": 4}  # a connection more or less to each peer
 RSS_SLACK_BYTES = 24 * 2**20
@@ -44,10 +47,7 @@ class Held:
 
 def held_by(pid: int) -> Held:
     """Now, without the threads whose number grpc chooses by itself. Raises OSError when the process is gone."""
-    names, threads = [], 0
-    for descriptor in os.listdir(f"/proc/{pid}/fd"):
-        with suppress(FileNotFoundError):
-            names.append(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
+    names, threads = descriptors_of(pid), 0
     for thread in os.listdir(f"/proc/{pid}/task"):
         with suppress(FileNotFoundError):
             threads += not Path(f"/proc/{pid}/task/{thread}/comm").read_text().startswith(GRPC_THREADS)
@@ -122,11 +122,8 @@ class Watch:
 
 def _fitted_growth(samples: Sequence[tuple[float, int]]) -> float:
     """Bytes that a straight line through the samples gains over their span."""
-    count = len(samples)
-    mean_s, mean_bytes = sum(s for s, _ in samples) / count, sum(b for _, b in samples) / count
-    spread = sum((s - mean_s) ** 2 for s, _ in samples)
-    slope = sum((s - mean_s) * (b - mean_bytes) for s, b in samples) / spread if spread else 0.0
-    return slope * (samples[-1][0] - samples[0][0])
+    times_s, sizes = zip(*samples, strict=True)
+    return linear_regression(times_s, sizes).slope * (times_s[-1] - times_s[0])
 
 
 def live_requests(state: dict[str, Any]) -> dict[str, Any]:
@@ -138,28 +135,27 @@ def live_requests(state: dict[str, Any]) -> dict[str, Any]:
     return {name: part for name, part in parts.items() if part}
 
 
-async def left_over(member: Member) -> list[str]:
+async def at_rest(members: Sequence[Member], settle_s: float = SETTLE_S) -> list[str]:
+    """Wait until none of them holds anything for somebody; what is left at the end of the patience."""
+    end_s = monotonic() + settle_s
+    while True:
+        parts = await asyncio.gather(*map(_left_over, members))
+        found = [f"{member.name}: {text}" for member, part in zip(members, parts, strict=True) for text in part]
+        if not found or monotonic() > end_s:
+            return found
+        await asyncio.sleep(0.1)
+
+
+async def _left_over(member: Member) -> list[str]:
     """What a process still holds for somebody; empty when it is at rest."""
-    metrics, state = await member.metrics(), await member.state()
+    try:
+        metrics, state = await member.metrics(), await member.state()
+    except (httpx.HTTPError, ValueError) as error:
+        return [f"does not answer: {error!r}"]
     found = [f"{name} = {metrics[name]:g}" for name in GAUGES if metrics.get(name)]
     handoff = state.get("handoff") or {}
     held = {name: handoff[name] for name in ("published_bytes", "buffered_bytes") if handoff.get(name)}
     return found + [f"{name}: {str(part)[:200]}" for name, part in (live_requests(state) | held).items()]
-
-
-async def at_rest(fleet: Fleet) -> list[str]:
-    """Wait until nobody holds anything; what is left at the end of the patience."""
-    end_s = monotonic() + SETTLE_S
-    while True:
-        found: list[str] = []
-        for member in fleet.members:
-            try:
-                found += [f"{member.name}: {text}" for text in await left_over(member)]
-            except (httpx.HTTPError, ValueError) as error:
-                found.append(f"{member.name}: does not answer: {error!r}")
-        if not found or monotonic() > end_s:
-            return found
-        await asyncio.sleep(0.25)
 
 
 @dataclass(frozen=True)

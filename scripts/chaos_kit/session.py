@@ -105,7 +105,7 @@ class Session:
             f"undisturbed latency: median {median_s:.2f} s, max {max(taken_s.values()):.2f} s; "
             f"deadlines {min(self._deadlines_s):.1f} to {max(self._deadlines_s):.1f} s"
         )
-        if left := await at_rest(self.fleet):
+        if left := await at_rest(self.fleet.members):
             raise RuntimeError(f"not at rest before anything was broken: {left}")
         self._baseline = Baseline.of(self.fleet)
 
@@ -173,7 +173,7 @@ class Session:
 
     async def _leaks(self, watch: Watch) -> list[str]:
         assert self._baseline is not None, "start was not called"
-        found = await at_rest(self.fleet)
+        found = await at_rest(self.fleet.members)
         found += await self._baseline.exceeded(self.fleet)
         await watch.sample(self.fleet)
         return found + watch.growing()

@@ -1,4 +1,4 @@
-"""Which process a TCP connection on this machine belongs to."""
+"""What processes on this machine have open, and which of them a TCP connection belongs to."""
 
 from __future__ import annotations
 
@@ -27,10 +27,13 @@ def _inodes_at(port: int, pid: int) -> set[str]:
 
 
 def _inodes_of(pid: int) -> set[str]:
-    found = set()
+    return {name[8:-1] for name in descriptors_of(pid) if name.startswith("socket:[")}
+
+
+def descriptors_of(pid: int) -> list[str]:
+    """What the process has open, by name. Raises OSError when it is gone."""
+    names = []
     for descriptor in os.listdir(f"/proc/{pid}/fd"):
         with suppress(FileNotFoundError):
-            name = os.readlink(f"/proc/{pid}/fd/{descriptor}")
-            if name.startswith("socket:["):
-                found.add(name[8:-1])
-    return found
+            names.append(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
+    return names
