@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 
 from jdisagg.core.drill import Drill
+from jdisagg.core.latest import remember
 from jdisagg.core.requests import Output
 
 log = logging.getLogger(__name__)
@@ -35,12 +36,8 @@ class _LateOutputs:
             if earlier is not None and earlier.attempt < output.attempt:
                 log.info("injected fault: late_output")
                 self._deliver([dataclasses.replace(earlier, attempt=output.attempt) if self._renumber else earlier])
-            self._remember(output)
+            if output.token_ids and output.finish is None:
+                remember(self._last, output.request_id, output, MOST_REMEMBERED)
+            else:
+                self._last.pop(output.request_id, None)
             self._deliver([output])
-
-    def _remember(self, output: Output) -> None:
-        self._last.pop(output.request_id, None)
-        if output.token_ids and output.finish is None:
-            self._last[output.request_id] = output
-        if len(self._last) > MOST_REMEMBERED:
-            del self._last[next(iter(self._last))]
