@@ -5,14 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+import numpy as np
+
 
 def quantile(values: Sequence[float], share: float) -> float:
     """The value below which `share` of `values` lies, by linear interpolation; `values` is not empty."""
-    ordered = sorted(values)
-    at = share * (len(ordered) - 1)
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+    return float(np.quantile(values, share))
 
 
 def percentile(values: Sequence[float], share: float) -> float:

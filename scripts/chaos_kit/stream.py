@@ -10,6 +10,7 @@ from time import monotonic
 
 import grpc
 import grpc.aio
+from bench_kit.figures import gaps
 
 from chaos_kit.catalogue import Entry
 from chaos_kit.client import OPTIONS, is_transport
@@ -89,7 +90,7 @@ class Stream:
         """The longest that its client waited for a token from `since_s` on: from the last token before, if there was one."""
         before = [time_s for time_s in self.times_s if time_s <= since_s]
         later = [time_s for time_s in self.times_s if time_s > since_s]
-        return max(_steps([*(before[-1:] or [since_s]), *later]), default=0.0)
+        return max(gaps([*(before[-1:] or [since_s]), *later]), default=0.0)
 
     def tokens_before_gap(self, since_s: float) -> int:
         """Arrivals before the longest wait that ended after `since_s`."""
@@ -98,8 +99,4 @@ class Stream:
 
     def waits_s(self, since_s: float) -> list[float]:
         """Between its arrivals after `since_s`."""
-        return _steps([time_s for time_s in self.times_s if time_s > since_s])
-
-
-def _steps(times_s: Sequence[float]) -> list[float]:
-    return [later - earlier for earlier, later in itertools.pairwise(times_s)]
+        return gaps([time_s for time_s in self.times_s if time_s > since_s])

@@ -6,8 +6,9 @@ import platform
 from pathlib import Path
 
 import jax
+from eval_tasks.tasks import STRIDE, WINDOW
 
-from demo_model.evaluate import STRIDE, WINDOW, Scores
+from demo_model.evaluate import Scores
 from demo_model.net import Shape
 from demo_model.state import TrainState
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from eval_tasks.tasks import WINDOW, windows
 from tokenizers import Tokenizer
 
 from demo_model.corpus import Module
@@ -21,8 +22,6 @@ from demo_model.net import Params, Shape, token_nats
 from demo_model.tokens import BOS_ID
 
 Score = Callable[[Params, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]  # token_nats of a shape and dtype
-
-WINDOW, STRIDE = 1024, 512  # tokens: every token but a file's first sees at least WINDOW - STRIDE before it
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ def held_out_scores(params: Params, shape: Shape, tokenizer: Tokenizer, modules:
         ids = tokenizer.encode(module.text, add_special_tokens=False).ids
         size, tokens = size + len(raw), tokens + len(ids)
         gz, xz = gz + len(gzip.compress(raw, 9)), xz + len(lzma.compress(raw, preset=9))
-        nats += sum(_window_nats(score, params, window) for window in windows([BOS_ID, *ids]))
+        nats += sum(_window_nats(score, params, window) for window in windows((BOS_ID, *ids), WINDOW + 1))
     bits = nats / math.log(2)
     return Scores(len(modules), size, tokens, bits / size, 8 * gz / size, 8 * xz / size)
 
@@ -57,18 +56,7 @@ def task_texts(path: Path) -> list[Module]:
     return [Module(example["id"], example["text"]) for example in examples]
 
 
-def windows(ids: list[int]) -> list[tuple[list[int], int]]:
-    """Cut ids into (at most WINDOW + 1 ids, how many of its predictions count): each id but the first counts once."""
-    out: list[tuple[list[int], int]] = []
-    done = 1
-    while done < len(ids):
-        end = min(len(ids), WINDOW + 1 if done == 1 else done + STRIDE)
-        out.append((ids[max(0, end - WINDOW - 1) : end], end - done))
-        done = end
-    return out
-
-
-def _window_nats(score: Score, params: Params, window: tuple[list[int], int]) -> float:
+def _window_nats(score: Score, params: Params, window: tuple[tuple[int, ...], int]) -> float:
     ids, counted = window
     tokens = np.zeros((1, WINDOW + 1), np.int32)
     segments = np.ones((1, WINDOW + 1), np.int32)

@@ -218,13 +218,13 @@ def _check_choices(choices: Any, answer: Any) -> None:
         raise ValueError(f"answer must be in [0, {len(choices)}); got {answer}")
 
 
-def windows(ids: tuple[int, ...]) -> list[tuple[tuple[int, ...], int]]:
-    """(at most WINDOW ids, how many of the last ones count): every id but the first counts exactly once."""
+def windows(ids: tuple[int, ...], most: int = WINDOW) -> list[tuple[tuple[int, ...], int]]:
+    """(at most `most` ids, how many of the last ones count): every id but the first counts exactly once."""
     out: list[tuple[tuple[int, ...], int]] = []
     done = 1
     while done < len(ids):
-        end = min(len(ids), WINDOW if done == 1 else done + STRIDE)
-        out.append((ids[max(0, end - WINDOW) : end], end - done))
+        end = min(len(ids), most if done == 1 else done + STRIDE)
+        out.append((ids[max(0, end - most) : end], end - done))
         done = end
     return out
 

@@ -1,4 +1,4 @@
-"""The training code: attention and its gradient, data order, windows, schedule, checkpoints."""
+"""The training code: attention and its gradient, data order, schedule, checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from demo_model.evaluate import STRIDE, WINDOW, windows
 from demo_model.net import Shape, attention, init_params
 from demo_model.state import TrainState, load_state, lr_factor, make_optimizer, make_step, save_state
 from demo_model.tokens import Stream
@@ -56,14 +55,6 @@ def test_an_epoch_deals_every_window_once_and_a_resumed_run_goes_on_in_it() -> N
     np.testing.assert_array_equal(resumed[0], batches[150][0])
     tokens, segments = batches[0]
     np.testing.assert_array_equal(np.diff(segments) != 0, np.diff(tokens // 37) != 0)
-
-
-@pytest.mark.parametrize("length", [2, WINDOW, WINDOW + 1, WINDOW + 2, 3 * WINDOW + 7])
-def test_windows_count_every_token_but_the_first_once(length: int) -> None:
-    parts = windows(list(range(length)))
-    counted = [token for ids, count in parts for token in ids[len(ids) - count :]]
-    assert counted == list(range(1, length))
-    assert all(len(ids) - count >= WINDOW - STRIDE for ids, count in parts[1:])
 
 
 def test_learning_rate_ends_at_zero_whether_steps_or_time_run_out() -> None:
