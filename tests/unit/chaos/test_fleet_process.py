@@ -7,7 +7,6 @@ import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from time import monotonic, sleep
 
 import fleet_process
 import grpc
@@ -15,6 +14,7 @@ import pytest
 from fleet_process import FleetProcess
 
 from jdisagg.serve.ready import Ready
+from tests.unit.waiting import until
 
 LIMIT_S = 60.0
 
@@ -29,10 +29,7 @@ def process(tmp_path: Path):
 def test_that_a_process_has_ended_is_seen_without_reaping_it(process: FleetProcess) -> None:
     assert not process.has_ended
     process.process.kill()
-    until_s = monotonic() + LIMIT_S
-    while not process.has_ended:
-        assert monotonic() < until_s
-        sleep(0.01)
+    until(lambda: process.has_ended)
     assert process.process.returncode is None
     os.kill(process.process.pid, 0)  # its number is not free yet: nobody has reaped it
     assert process.process.wait(LIMIT_S) == -9

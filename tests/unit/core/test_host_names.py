@@ -12,6 +12,7 @@ import pytest
 
 from jdisagg.core import host_names
 from jdisagg.core.host_names import Address, Names, is_own, own_address_of
+from tests.unit.waiting import until
 
 
 class Resolver:
@@ -39,10 +40,7 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolver]:
     monkeypatch.setattr(socket, "getaddrinfo", made)
     yield made
     made.answers.set()
-    until_s = time.monotonic() + 30
-    while resolving():
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
+    until(lambda: not resolving())
 
 
 def resolving() -> int:

@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from tests.unit.waiting import until
 
 ROOT = Path(__file__).parents[3]
 WAIT_S = 60.0
@@ -54,13 +55,6 @@ def stuck(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     finally:
         process.kill()
         process.wait(WAIT_S)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    ends_s = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < ends_s
-        time.sleep(0.02)
 
 
 def has_ended(pid: int) -> bool:

@@ -16,6 +16,8 @@ from gpu_kit.runner import Budget, lacking, run_section
 from gpu_kit.sections import LEAST_VERSIONS, SECTIONS, TOTAL_S, Section, picked
 from gpu_kit.setting import FULL, SMALL
 
+from tests.unit.waiting import until
+
 BODIES = {
     "fine": "findings.fact(answer=42); findings.check('two is two', True)",
     "wrong": "findings.check('one is two', False, 'it is not'); findings.fact(after=1)",
@@ -101,10 +103,7 @@ def test_a_section_that_hangs_is_killed_at_its_limit_and_keeps_what_it_found(
 def test_what_a_section_leaves_running_ends_with_it(tmp_path: Path) -> None:
     result = run("leaving", tmp_path)
     assert result.status == "pass"
-    ends_s = time.monotonic() + 10
-    while is_running(result.found["facts"]["left"]) and time.monotonic() < ends_s:
-        time.sleep(0.02)
-    assert not is_running(result.found["facts"]["left"])
+    until(lambda: not is_running(result.found["facts"]["left"]))
 
 
 def test_each_target_of_a_section_that_dies_has_a_line(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from jdisagg.core.requests import FinishReason, Output, Role
 from jdisagg.roles.engine_thread import EngineThread
 from jdisagg.roles.self_test import self_test
 from jdisagg.sched.plan import Plan, Sampled, StepResult
-from tests.unit.roles.test_engine_thread import until
 from tests.unit.roles.world import PEERS, World
+from tests.unit.waiting import until
 
 
 def answer(plan: Plan) -> StepResult:

@@ -20,13 +20,7 @@ from jdisagg.roles.watchdog import EXIT_STEP_TIMEOUT, Watchdog
 from jdisagg.sched.plan import Plan, StepResult
 from tests.unit.roles.engine import Engine
 from tests.unit.sched.engine_fake import expected, request
-
-
-def until(condition: Callable[[], object], what: str, limit_s: float = 30.0) -> None:
-    end_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end_s, what
-        time.sleep(0.005)
+from tests.unit.waiting import until
 
 
 class Running:

@@ -17,6 +17,7 @@ from jdisagg.roles.inbox import Inbox
 from jdisagg.serve import build
 from jdisagg.transfer import lanes
 from jdisagg.transfer.target import PieceTarget
+from tests.unit.waiting import until
 
 SPEC = KVSpec(num_layers=1, num_kv_heads=1, features=1, dtype="float32")
 READY = ChunkReady(key="k", begin=0, end=1, shape=(1, 1, 1, 1), dtype="float32", num_bytes=4, checksum=0)
@@ -34,9 +35,6 @@ def test_decode_workers_that_come_back_elsewhere_leave_no_channel_behind(monkeyp
     for serial in range(3):
         fetcher.fetch(HandoffId("a", serial), f"restarted:{serial}", READY, time.monotonic() + 60.0)
         assert inbox.drain(30.0)
-    deadline_s = time.monotonic() + 30.0
-    while not {"restarted:0", "restarted:1", "restarted:2"} <= set(dropped):
-        assert time.monotonic() < deadline_s, dropped
-        time.sleep(0.01)
+    until(lambda: {"restarted:0", "restarted:1", "restarted:2"} <= set(dropped), "each peer that was read from is dropped")
     for close in deployment.closers:
         close()

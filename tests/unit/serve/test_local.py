@@ -7,7 +7,6 @@ import selectors
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import load_config
 from jdisagg.serve.local import router_spec, split_devices, worker_specs
 from jdisagg.serve.ready import Ready
+from tests.unit.waiting import until
 
 ROOT = Path(__file__).parents[3]
 WAIT_S = 60.0
@@ -57,13 +57,6 @@ class Fleet:
 
     def wait(self) -> int:
         return self.process.wait(WAIT_S)
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.02)
 
 
 def alive(pid: int) -> bool:

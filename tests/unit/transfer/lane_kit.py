@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from typing import Any, cast
 
 from jdisagg.handoff.messages import ChunkReady
@@ -16,13 +14,6 @@ READY = ChunkReady(key="k", begin=0, end=1, shape=(1, 1, 1, 1), dtype="float32",
 
 def threads_called(prefix: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith(prefix)]
-
-
-def wait_until(is_true: Callable[[], bool], what: str) -> None:
-    until_s = time.monotonic() + 30.0
-    while not is_true():
-        assert time.monotonic() < until_s, what
-        time.sleep(0.005)
 
 
 def assert_set(event: threading.Event) -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jdisagg.transfer.lanes import Lane
-from tests.unit.transfer.lane_kit import assert_set, threads_called, wait_until
+from tests.unit.transfer.lane_kit import assert_set, threads_called
+from tests.unit.waiting import until
 
 
 @pytest.mark.covers("X07")
@@ -36,7 +37,7 @@ def test_a_thread_that_hangs_holds_up_no_end_and_is_named_in_the_log(caplog: pyt
     assert [record.getMessage() for record in caplog.records] == ["transfer thread lane-7 did not end within 0.1 s"]
     assert all(thread.daemon for thread in threads_called("lane-7")), "nor the process's"
     stuck.set()
-    wait_until(lambda: not threads_called("lane-7"), "it ends when it can")
+    until(lambda: not threads_called("lane-7"), "it ends when it can")
 
 
 def test_what_a_job_held_is_free_while_the_lane_waits_for_the_next() -> None:
@@ -45,5 +46,5 @@ def test_what_a_job_held_is_free_while_the_lane_waits_for_the_next() -> None:
     lane.submit(lambda piece=piece: ran.set())
     del piece
     assert ran.wait(30.0)
-    wait_until(lambda: held() is None, "the job is over")
+    until(lambda: held() is None, "the job is over")
     lane.stop()

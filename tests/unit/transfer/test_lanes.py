@@ -13,7 +13,8 @@ from jdisagg.transfer import lanes
 from jdisagg.transfer.base import Piece, PieceArrived, PieceFailed, TransferEvent
 from jdisagg.transfer.lanes import FetchJob, Lane, LaneFetcher
 from jdisagg.transfer.target import PieceError
-from tests.unit.transfer.lane_kit import NOTHING, READY, assert_set, threads_called, wait_until
+from tests.unit.transfer.lane_kit import NOTHING, READY, assert_set, threads_called
+from tests.unit.waiting import until
 
 
 def test_peers_that_come_back_elsewhere_leave_no_thread_behind_though_nothing_is_fetched_any_more(
@@ -32,11 +33,11 @@ def test_peers_that_come_back_elsewhere_leave_no_thread_behind_though_nothing_is
     for serial in range(20):
         fetches.fetch(HandoffId("a", serial), f"restarted:{serial}", READY, float("inf"))
         assert posted.get(timeout=30.0).handoff == HandoffId("a", serial)
-    wait_until(lambda: len(threads_called("test-leaving")) == 1, "one by one they were idle")
+    until(lambda: len(threads_called("test-leaving")) == 1, "one by one they were idle")
     assert {ended.get(timeout=30.0) for _ in range(20)} == {f"restarted:{serial}" for serial in range(20)}
     stuck.set()
     assert posted.get(timeout=30.0).handoff == HandoffId("slow", 0), "a lane at work is not ended"
-    wait_until(lambda: not threads_called("test-leaving"), "the last one as well")
+    until(lambda: not threads_called("test-leaving"), "the last one as well")
     fetches.close()
 
 
@@ -55,7 +56,7 @@ def test_more_peers_than_threads_may_wait_end_those_that_were_unused_longest(mon
         if peer != "slow:1":
             assert posted.get(timeout=30.0) == peer
     assert ended.get(timeout=30.0) == "q:1", "p:1 was used again"
-    wait_until(lambda: len(threads_called("test-many")) == 4, "p:1, r:1, s:1 and the busy one")
+    until(lambda: len(threads_called("test-many")) == 4, "p:1, r:1, s:1 and the busy one")
     stuck.set()
     assert posted.get(timeout=30.0) == "slow:1", "it was told to end, and is through first"
     assert ended.get(timeout=30.0) == "slow:1"
@@ -275,7 +276,7 @@ def test_a_fetcher_that_closes_waits_for_no_thread_posts_nothing_and_takes_nothi
     refused = PieceFailed(handoff=HandoffId("late", 1), ready=READY, reason="connection", detail="the fetcher is closed")
     assert posted.get(timeout=30.0) == refused
     stuck.set()
-    wait_until(lambda: not threads_called("test-closing"), "its thread ends")
+    until(lambda: not threads_called("test-closing"), "its thread ends")
     assert (obtained, posted.empty(), fetches.num_jobs) == (["under way"], True, 0)
 
 
@@ -293,9 +294,9 @@ def test_behind_a_fetch_are_those_of_its_peer_that_came_later() -> None:
     fetches = LaneFetcher("test-behind", obtain, lambda event: None)
     for name, peer in (("first", "p:1"), ("elsewhere", "q:1"), ("second", "p:1"), ("third", "p:1")):
         fetches.fetch(HandoffId(name, 1), peer, READY, float("inf"))
-    wait_until(lambda: "elsewhere" in behind, "it has a thread of its own")
+    until(lambda: "elsewhere" in behind, "it has a thread of its own")
     stuck.set()
-    wait_until(lambda: fetches.num_jobs == 0, "all are through")
+    until(lambda: fetches.num_jobs == 0, "all are through")
     assert behind == {"first": ["second", "third"], "elsewhere": [], "second": ["third"], "third": []}
     assert list(fetches.behind(jobs["first"])) == [], "it is over"
     fetches.close()

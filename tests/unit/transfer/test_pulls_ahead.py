@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
@@ -19,6 +19,7 @@ from jdisagg.transfer.jax_server import TransferServers
 from jdisagg.transfer.lanes import FetchJob, LaneFetcher
 from jdisagg.transfer.target import PieceError
 from tests.unit.transfer.rig import CHUNK_TOKENS, HEADS, TARGET, Rig, joiner, piece, tokens, transfer_servers
+from tests.unit.waiting import until
 
 GONE, SILENT = HandoffId("gone", 1), HandoffId("silent", 1)
 
@@ -36,13 +37,6 @@ def renamed(ready: ChunkReady, uuid: str) -> ChunkReady:
 def queued(rig: Rig) -> list[FetchJob]:
     assert isinstance(rig.fetcher, LaneFetcher)
     return rig.fetcher._unfinished()
-
-
-def wait_until(holds: Callable[[], object]) -> None:
-    ends_s = time.monotonic() + 60.0
-    while not holds():
-        assert time.monotonic() < ends_s, "it waits for its turn"
-        time.sleep(0.01)
 
 
 def outcomes(rig: Rig, readies: Sequence[ChunkReady]) -> list[str]:
@@ -64,7 +58,7 @@ def test_the_next_pieces_arrive_while_one_is_waited_for() -> None:
     for ready in readies[1:]:
         rig.fetch(ready, within_s=120.0)
     jobs = queued(rig)
-    wait_until(lambda: all(job.begun and job.begun[1].is_through for job in jobs[1:-1]))
+    until(lambda: all(job.begun and job.begun[1].is_through for job in jobs[1:-1]))
     assert jobs[-1].begun is None, "more on its way than is kept in memory"
     rig.fetcher.cancel(SILENT)
     events = [rig.event() for _ in readies[1:]]
@@ -90,9 +84,9 @@ def test_those_that_are_not_begun_yet_are_not_walked_again_and_again(monkeypatch
     for serial in range(50):
         rig.fetch(renamed(ready, f"ad{serial:02x}"), SILENT, within_s=120.0)
     ahead = queued(rig)[1 : PULLS_AHEAD + 1]
-    wait_until(lambda: all(job.begun for job in ahead))
+    until(lambda: all(job.begun for job in ahead))
     looks.clear()
-    wait_until(lambda: len(looks) > 100)
+    until(lambda: len(looks) > 100)
     num_walked = len(set(looks))
     rig.fetcher.cancel(SILENT)
     rig.close()
@@ -108,7 +102,7 @@ def test_what_was_cancelled_takes_nobodys_place_on_the_way() -> None:
     rig.fetcher.cancel(GONE)
     rig.fetch(readies[-1], within_s=120.0)
     job = queued(rig)[-1]
-    wait_until(lambda: job.begun)
+    until(lambda: job.begun)
     rig.fetcher.cancel(SILENT)
     assert isinstance(rig.event(), PieceArrived)
     rig.close()
@@ -120,7 +114,7 @@ def test_one_whose_time_is_up_before_its_turn_is_told_to_have_been_on_its_way() 
     rig.fetch(renamed(readies[0], "ac1"), SILENT, within_s=120.0)
     rig.fetch(readies[1], within_s=1.0)
     _, job = queued(rig)
-    wait_until(lambda: job.begun and time.monotonic() > job.deadline_s)
+    until(lambda: job.begun and time.monotonic() > job.deadline_s)
     rig.fetcher.cancel(SILENT)
     said = "the deadline passed while it was on its way, behind others"
     assert rig.event() == PieceFailed(handoff=job.handoff, ready=readies[1], reason="timeout", detail=said)
@@ -163,7 +157,7 @@ def test_what_comes_behind_a_piece_from_another_server_waits_for_its_turn() -> N
     for ready in readies[1:]:
         rig.fetch(ready, within_s=120.0)
     _, same, other, behind = queued(rig)
-    wait_until(lambda: same.begun)
+    until(lambda: same.begun)
     time.sleep(0.05)  # a hundred looks at what is queued
     assert (other.begun, behind.begun) == (None, None)
     rig.fetcher.cancel(SILENT)
