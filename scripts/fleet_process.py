@@ -1,4 +1,4 @@
-"""A `python -m jdisagg.serve` for scripts: start it, wait for READY, stream from it, end it."""
+"""A `python -m jdisagg.serve` for scripts and tests: start it, wait for READY, stream from it, end it."""
 
 from __future__ import annotations
 
@@ -34,18 +34,27 @@ class FleetProcess:
     where cores are short.
     """
 
-    def __init__(self, *flags: str, log: Path, env: Mapping[str, str] | None = None, enter: Sequence[str] = ()) -> None:
-        """`enter`: a command that becomes the one behind it, elsewhere."""
+    def __init__(
+        self,
+        *flags: str,
+        log: Path,
+        env: Mapping[str, str | None] | None = None,
+        enter: Sequence[str] = (),
+        module: str = "jdisagg.serve",
+    ) -> None:
+        """`env`: beside this process's own, of which it gets what is None here not. `enter`: a command that becomes the one
+        behind it, elsewhere."""
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
+        environment = {**os.environ, **(env or {}), PARENT_VARIABLE: str(os.getpid())}
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [*enter, sys.executable, "-m", "jdisagg.serve", *flags],
+                [*enter, sys.executable, "-m", module, *flags],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 cwd=ROOT,
-                env={**os.environ, **(env or {}), PARENT_VARIABLE: str(os.getpid())},
+                env={name: value for name, value in environment.items() if value is not None},
                 bufsize=0,  # a line that is read ahead would not be seen by `select`
                 process_group=0,
             )
@@ -74,12 +83,12 @@ class FleetProcess:
         except ChildProcessError:  # a thread has just reaped it
             return True
 
-    def stop(self) -> int:
-        """End it; its exit status."""
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """End it, by SIGKILL after `timeout_s`; its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(STOP_TIMEOUT_S)
+            return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
             return self.process.wait()

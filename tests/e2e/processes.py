@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import selectors
 import signal
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from chaos_kit.leaks import held_by
+from fleet_process import FleetProcess
+
+from jdisagg.serve.ready import Ready
+
 READY_TIMEOUT_S = 150.0
 STOP_TIMEOUT_S = 60.0  # beyond --drain-s
-GRPC_THREADS = "event_engine"  # its pool grows and shrinks with the load and the machine
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,10 @@ class ServerProcess:
     def __init__(self, *flags: str, log: Path, env: dict[str, str] | None = None, module: str = "jdisagg.serve") -> None:
         self.flags = flags
         self.log = log
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", **(env or {})}
-        for ours in ("XLA_FLAGS", "NPROC"):
-            environment.pop(ours, None)
-        with log.open("ab") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", module, *flags],
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                env=environment,
-                process_group=0,
-            )
-        self.ready: dict[str, Any] = {}
+        ours = dict.fromkeys(("XLA_FLAGS", "NPROC"))
+        self._started = FleetProcess(*flags, log=log, env={"JAX_PLATFORMS": "cpu", **ours, **(env or {})}, module=module)
+        self.process = self._started.process
+        self._ready: Ready | None = None
         self._log_size_at_ready = 0
 
     @property
@@ -59,33 +51,23 @@ class ServerProcess:
         return self.process.pid
 
     @property
+    def ready(self) -> Ready:
+        assert self._ready is not None, "it was never READY"
+        return self._ready
+
+    @property
     def grpc(self) -> str:
-        return self.ready["grpc"]
+        return str(self.ready.grpc)
 
     @property
     def http(self) -> str:
-        return "http://" + self.ready["http"]
+        return f"http://{self.ready.http}"
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> ServerProcess:
-        """Read stdout until the READY line; raises with the tail of the log when it does not come."""
-        assert self.process.stdout is not None
-        deadline_s = time.monotonic() + timeout_s
-        os.set_blocking(self.process.stdout.fileno(), False)
-        text = b""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.process.stdout, selectors.EVENT_READ)
-            while time.monotonic() < deadline_s:
-                if selector.select(timeout=0.2):
-                    text += self.process.stdout.read() or b""
-                for line in text.split(b"\n")[:-1]:
-                    message = json.loads(line) if line.startswith(b"{") else {}
-                    if message.get("event") == "ready":
-                        self.ready = message
-                        self._log_size_at_ready = self.log.stat().st_size
-                        return self
-                if self.process.poll() is not None:
-                    break
-        raise AssertionError(f"not ready (exit {self.process.poll()}) with {self.flags}:\n{self.tail()}")
+        """Until the READY line; raises with the tail of the log when it does not come."""
+        self._ready = self._started.wait_ready(timeout_s)
+        self._log_size_at_ready = self.log.stat().st_size
+        return self
 
     def tail(self, num_chars: int = 6000) -> str:
         return self.log.read_text(errors="replace")[-num_chars:]
@@ -101,22 +83,15 @@ class ServerProcess:
 
     def kill(self) -> None:
         """SIGKILL, now."""
-        if self.process.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+        self.process.kill()
         self.process.wait(STOP_TIMEOUT_S)
 
     def stop(self) -> int:
         """SIGTERM, then SIGKILL after a grace; returns the exit status."""
-        if self.process.poll() is None:
-            os.kill(self.pid, signal.SIGCONT)
-            os.kill(self.pid, signal.SIGTERM)
-            try:
-                self.process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self.kill()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
-        return self.process.returncode
+        self.process.send_signal(signal.SIGCONT)
+        status = self._started.stop(STOP_TIMEOUT_S)
+        self._started.close()
+        return status
 
     # --- looking from outside
 
@@ -152,16 +127,8 @@ class ServerProcess:
 
     def resources(self) -> Resources:
         """Threads, descriptors and sockets of the process now, without the threads whose number grpc chooses itself."""
-        names, threads = [], 0
-        for descriptor in os.listdir(f"/proc/{self.pid}/fd"):
-            with suppress(FileNotFoundError):
-                names.append(os.readlink(f"/proc/{self.pid}/fd/{descriptor}"))
-        for thread in os.listdir(f"/proc/{self.pid}/task"):
-            with suppress(FileNotFoundError):
-                name = Path(f"/proc/{self.pid}/task/{thread}/comm").read_text()
-                threads += not name.startswith(GRPC_THREADS)
-        sockets = sum(name.startswith("socket:") for name in names)
-        return Resources(threads, len(names), sockets)
+        held = held_by(self.pid)
+        return Resources(held.threads, held.descriptors, held.sockets)
 
     def state(self) -> dict[str, Any]:
         """GET /debug/state."""

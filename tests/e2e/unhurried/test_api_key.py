@@ -64,7 +64,7 @@ def test_a_local_fleet_with_a_key_serves_who_has_it_and_nobody_can_drain_its_wor
     flags = ("--role", "local", "--local-prefill", "never", "--served-model-name", "tiny", *exact_flags)
     fleet = start("local", *flags, env={"JDISAGG_API_KEY": KEY}).wait_ready()
     assert len(generated(fleet, GOOD)) == 5  # computed on P, fetched by D: every internal service was used
-    for address in (fleet.ready["http"], *(child["http"] for child in fleet.ready["workers"] if child["role"] != "prefill")):
+    for address in (fleet.ready.http, *(child["http"] for child in fleet.ready.workers if child["role"] != "prefill")):
         [model] = models(address)  # of the router and of D: `vllm bench serve` loads its tokenizer by `root`
         assert (model["id"], model["root"]) == ("tiny", exact_flags[1])
         assert of_a_page(address) == 403
@@ -72,7 +72,7 @@ def test_a_local_fleet_with_a_key_serves_who_has_it_and_nobody_can_drain_its_wor
     with pytest.raises(grpc.RpcError) as caught:
         generated(fleet, ())
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    for child in fleet.ready["workers"]:
+    for child in fleet.ready.workers:
         with grpc.insecure_channel(child["grpc"], options=OPTIONS) as channel:
             with pytest.raises(grpc.RpcError) as caught:
                 admin_pb2_grpc.AdminServiceStub(channel).Drain(admin_pb2.DrainRequest(deadline_ms=1), timeout=10)

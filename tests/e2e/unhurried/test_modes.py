@@ -18,7 +18,7 @@ ASKED = Asked(prompt=tuple(range(20, 50)), sampling={"max_tokens": 12, "temperat
 @pytest.mark.timeout(240)
 def test_every_mode_starts_from_the_same_flags(start: Start, exact_flags: tuple[str, ...]) -> None:
     servers = {role: start(role, "--role", role, *exact_flags).wait_ready() for role in ROLES}
-    assert {role: server.ready["role"] for role, server in servers.items()} == {role: role for role in ROLES}
+    assert {role: server.ready.role for role, server in servers.items()} == {role: role for role in ROLES}
     for server in servers.values():
         assert server.get("/ready")[0] == 200
     (both,), (second,) = (run_all(servers[role].grpc, [ASKED]) for role in ("unified", "decode"))

@@ -133,7 +133,7 @@ def test_stop_string_ends_and_is_left_out(clients: Clients) -> None:
 
 
 def test_provenance_names_the_processes(clients: Clients, pair: Pair, local: ServerProcess) -> None:
-    pids = {worker["role"]: worker["pid"] for worker in local.ready["workers"]}
+    pids = {worker["role"]: worker["pid"] for worker in local.ready.workers}
     prompt = [17 + number % 900 for number in range(37)]
     found = {}
     for name, client in clients.items():
