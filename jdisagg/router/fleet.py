@@ -28,7 +28,7 @@ from jdisagg.router.prefixes import NOTHING_KEPT, NOWHERE, Near
 from jdisagg.router.silence import Silence
 from jdisagg.router.standings import standing_among, standings_of
 from jdisagg.router.unlike import Usual
-from jdisagg.router.usable import ANY_REQUEST, Needs, Usable, usable
+from jdisagg.router.usable import ANY_REQUEST, NO_WISHES, Needs, Usable, Wishes, usable
 from jdisagg.router.worker_cache import WorkerCache
 
 NEAR_SHARE = 1.25  # of the least busy one's requests, that one which may have cached a part of the prompt may have, and besides
@@ -169,24 +169,13 @@ class Fleet:
         return [entry for entry in entries if not entry.member.decodes or (entry.serves and not _is_idle(entry, partners))]
 
     def choose(
-        self,
-        fingerprint: str | None,
-        now_s: float,
-        needs: Needs = ANY_REQUEST,
-        *,
-        wanted_tokens: int = 0,
-        but_not: frozenset[str] = frozenset(),
-        home: str = "",
-        bits: str = "",
-        near: Near = NOWHERE,
-        kin: bytes = b"",
+        self, fingerprint: str | None, now_s: float, needs: Needs = ANY_REQUEST, wishes: Wishes = NO_WISHES
     ) -> Entry | None:
-        """The worker for the next request of that fingerprint (None = any): of those that are `usable`, addresses in `but_not`
-        only as a last resort, and one that holds `wanted_tokens` before others, then the one at `home`, one that reaches
-        prefill workers of its weights, the one that had most of the prompt (`near`) of those that are not much busier than the
-        least busy one, and then less busy ones, as if those that do not compute `bits` ("" = any do) had UNLIKE_REQUESTS more
-        and nothing of the prompt. Of equally busy ones all requests with the same `kin` get the same, whoever else comes and
-        goes."""
+        """The worker for the next request of that fingerprint (None = any), of those that are `usable`: one that holds the
+        tokens it wishes for before others, then the one at its home, one that reaches prefill workers of its weights, the one
+        that had most of the prompt of those that are not much busier than the least busy one, and then less busy ones, as if
+        those that compute other bits had UNLIKE_REQUESTS more and nothing of the prompt. Of equally busy ones all of one kin
+        get the same, whoever else comes and goes."""
         there = self.usable(fingerprint, needs).entries
         if not there:
             return None
@@ -196,13 +185,13 @@ class Fleet:
             address = entry.member.address
             unpaired = entry.member.role is Role.DECODE and entry.member.card.fingerprint not in prefilled
             lonely = entry.member.alone or unpaired
-            is_short = entry.member.card.max_model_len < wanted_tokens
-            doubtful = address in but_not, entry.is_quiet, entry.suspect_until_s > now_s
-            return (*doubtful, is_short, address != home, lonely)
+            is_short = entry.member.card.max_model_len < wishes.num_tokens
+            doubtful = address in wishes.but_not, entry.is_quiet, entry.suspect_until_s > now_s
+            return (*doubtful, is_short, address != wishes.home, lonely)
 
         def busyness(entry: Entry) -> tuple[float, int]:
             busy, pending = entry.busy()
-            return busy + UNLIKE_REQUESTS * are_unlike(bits, entry.member.bits), pending
+            return busy + UNLIKE_REQUESTS * are_unlike(wishes.bits, entry.member.bits), pending
 
         best = min(standing(entry) for entry in there)
         equals = [entry for entry in there if standing(entry) == best]
@@ -210,10 +199,10 @@ class Fleet:
 
         def rank(entry: Entry) -> tuple[object, ...]:
             busy, pending = busyness(entry)
-            cached = 0 if are_unlike(bits, entry.member.bits) else near.decodes.get(entry.key, 0)
+            cached = 0 if are_unlike(wishes.bits, entry.member.bits) else wishes.near.decodes.get(entry.key, 0)
             if busy > least * NEAR_SHARE + min(NEAR_MOST, NEAR_LEAST + cached / NEAR_TOKENS):
                 cached = 0
-            return -cached, busy, pending, lot_of(entry, kin)
+            return -cached, busy, pending, lot_of(entry, wishes.kin)
 
         return min(equals, key=rank)
 

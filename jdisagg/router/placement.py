@@ -11,7 +11,7 @@ from jdisagg.router.entry import Entry
 from jdisagg.router.flight import Flight
 from jdisagg.router.homes import Homes
 from jdisagg.router.prefixes import LastBeginnings, Near, Prefixes
-from jdisagg.router.usable import Needs
+from jdisagg.router.usable import Needs, Wishes
 from jdisagg.router.workers import Workers
 
 KIN_TOKENS = 32  # of a prompt too short to be remembered
@@ -43,17 +43,8 @@ class Placement:
         home, tried = self._homes.of(flight.request.fork_group), flight.setbacks.tried
         near = self._prefixes.find(flight.beginnings)
         kin = near.news or beginning(flight.request.prompt_token_ids)
-        entry = self._fleet.choose(
-            self.weights(flight),
-            now_s,
-            _needs(flight),
-            wanted_tokens=flight.most_tokens,
-            but_not=tried,
-            home=home,
-            bits=flight.bits,
-            near=near,
-            kin=kin,
-        )
+        wishes = Wishes(but_not=tried, num_tokens=flight.most_tokens, home=home, near=near, bits=flight.bits, kin=kin)
+        entry = self._fleet.choose(self.weights(flight), now_s, _needs(flight), wishes)
         if entry is None:
             return False
         num_asked = len(self._fleet.usable(self._next_weights(flight), _needs(flight)).entries)
@@ -73,7 +64,7 @@ class Placement:
     def is_tried_everywhere(self, flight: Flight, now_s: float) -> bool:
         """Nobody is left in this round of attempts."""
         fingerprint, tried = self._next_weights(flight), flight.setbacks.tried
-        best = self._fleet.choose(fingerprint, now_s, _needs(flight), but_not=tried)
+        best = self._fleet.choose(fingerprint, now_s, _needs(flight), Wishes(but_not=tried))
         return best is None or best.member.address in tried
 
     def may_speak(self, flight: Flight, output: Output) -> bool:

@@ -1,4 +1,5 @@
-"""Which workers can take a request at all, and, where none can, what there is none of: clients and operators are told."""
+"""What a request asks of a worker, which workers can take it at all, and, where none can, what there is none of: clients and
+operators are told."""
 
 from __future__ import annotations
 
@@ -9,18 +10,31 @@ from typing import NamedTuple
 from jdisagg.core.told import first_of
 from jdisagg.router.entry import Entry
 from jdisagg.router.partners import differing
+from jdisagg.router.prefixes import NOWHERE, Near
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """What a request wants of a worker."""
+    """What a request cannot do without."""
 
     num_tokens: int = 0  # its context holds, output included
     prefill_tokens: int = 0  # one of the prefill workers holds, where it computes no prompts itself
     by_grammar: bool = False  # it has a grammar
 
 
-ANY_REQUEST = Needs()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wishes:
+    """What speaks for one of those workers before another; how much, `Fleet.choose` says."""
+
+    but_not: frozenset[str] = frozenset()  # addresses: only as a last resort
+    num_tokens: int = 0  # its context holds
+    home: str = ""  # address of the worker that its siblings have; "" = none has
+    near: Near = NOWHERE  # who had how much of the prompt
+    bits: str = ""  # of what the client has so far; "" = any
+    kin: bytes = b""  # equal for requests that are to go to the same of equally busy ones
+
+
+ANY_REQUEST, NO_WISHES = Needs(), Wishes()
 
 
 class Usable(NamedTuple):

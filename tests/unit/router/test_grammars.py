@@ -13,7 +13,7 @@ from jdisagg.core.requests import EngineRequest, Grammar, GrammarKind, Role, Sam
 from jdisagg.router.fleet import Fleet
 from jdisagg.router.prefixes import NOWHERE, Near
 from jdisagg.router.recovery import ReplayConfig
-from jdisagg.router.usable import ANY_REQUEST, Needs
+from jdisagg.router.usable import ANY_REQUEST, Needs, Wishes
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.rig import assert_whole, collect, fleet, stop
 from tests.unit.wire.rig import member, request, run_quiet, until
@@ -40,7 +40,7 @@ def of(**members: dict[str, Any]) -> Fleet:
 
 
 def chosen(found: Fleet, needs: Needs = ANY_REQUEST, **asked: Any) -> str | None:
-    entry = found.choose(None, NOW_S, needs, **asked)
+    entry = found.choose(None, NOW_S, needs, Wishes(**asked))
     return None if entry is None else entry.member.address
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from jdisagg.router.entry import Entry, RunStream
 from jdisagg.router.fleet import Fleet
 from jdisagg.router.placement import beginning
+from jdisagg.router.usable import Wishes
 from tests.unit.wire.rig import member
 
 CHAT = tuple(range(3, 40))
@@ -23,7 +24,7 @@ def idle_fleet(*addresses: str) -> Fleet:
 
 
 def who_gets(fleet: Fleet, prompt: tuple[int, ...]) -> Entry:
-    entry = fleet.choose("weights", 0.0, kin=beginning(prompt))
+    entry = fleet.choose("weights", 0.0, wishes=Wishes(kin=beginning(prompt)))
     assert entry is not None
     return entry
 

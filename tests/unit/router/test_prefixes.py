@@ -15,7 +15,7 @@ from jdisagg.router import prefixes
 from jdisagg.router.entry import Entry
 from jdisagg.router.fleet import Fleet
 from jdisagg.router.prefixes import BLOCK_TOKENS, MOST_HOMES, NEAR_PART, Beginning, Kept, Near, Prefixes, beginnings_of
-from jdisagg.router.usable import ANY_REQUEST
+from jdisagg.router.usable import ANY_REQUEST, Wishes
 from jdisagg.router.worker_cache import WorkerCache
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.rig import collect, fleet, stop
@@ -127,11 +127,12 @@ def test_a_common_beginning_is_known_of_everybody_who_had_it_lately() -> None:
     assert [address for address, _ in near.prefills] == ["p1", "p0"]
     d1, d2, _ = (workers := idle_fleet("d1", "d2", "d3")).entries()
     d1.pending = 1
-    assert workers.choose("weights", 0.0, near=Near({d1.key: 32, d2.key: 32})) is d2, "of two that had it the less busy one"
+    both = Wishes(near=Near({d1.key: 32, d2.key: 32}))
+    assert workers.choose("weights", 0.0, wishes=both) is d2, "of two that had it the less busy one"
 
 
 def chosen(fleet: Fleet, near: list[tuple[Entry, int]]) -> Entry:
-    entry = fleet.choose("weights", 0.0, near=Near({entry.key: num_tokens for entry, num_tokens in near}))
+    entry = fleet.choose("weights", 0.0, wishes=Wishes(near=Near({entry.key: num_tokens for entry, num_tokens in near})))
     assert entry is not None
     return entry
 
@@ -172,11 +173,11 @@ def test_an_idle_worker_that_is_not_to_be_chosen_makes_the_others_no_busier(flaw
         case "fell silent":
             workers.tell_quiet(d3, True, 0.0)
         case "is too short":
-            d3.member, options["wanted_tokens"] = member(d3.member, max_model_len=500), 800
+            d3.member, options["num_tokens"] = member(d3.member, max_model_len=500), 800
         case _:
             workers.register(replace(d1.member, address="p1", role=Role.PREFILL), 0.0)
             d3.member = member(d3.member, fingerprint="other weights")
-    assert workers.choose(None, 0.0, **options) is d1
+    assert workers.choose(None, 0.0, wishes=Wishes(**options)) is d1
 
 
 def test_what_is_remembered_of_a_worker_is_one_object() -> None:
@@ -190,7 +191,7 @@ def test_what_is_remembered_of_a_worker_is_one_object() -> None:
 def test_another_process_at_the_address_is_not_near() -> None:
     d1, d2 = (workers := idle_fleet("d1", "d2")).entries()
     d1.pending = 1
-    assert workers.choose("weights", 0.0, near=Near({("d1", "an earlier epoch"): 64})) is d2
+    assert workers.choose("weights", 0.0, wishes=Wishes(near=Near({("d1", "an earlier epoch"): 64}))) is d2
 
 
 def test_a_prefill_worker_may_have_as_many_tokens_more_to_compute_as_it_has_cached() -> None:

@@ -14,6 +14,7 @@ from jdisagg.core.fleet import Load, Report
 from jdisagg.core.requests import Role
 from jdisagg.router.entry import Entry, RunStream
 from jdisagg.router.fleet import Fleet
+from jdisagg.router.usable import Wishes
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.rig import ask, assert_whole, collect, fleet, stop
 from tests.unit.wire.rig import FAST, member, run_quiet, until
@@ -98,7 +99,7 @@ def test_a_quiet_worker_gets_what_nobody_else_can_take() -> None:
     fleet.tell_quiet(one, True, 1.0)
     two.pending = 50
     assert fleet.choose(None, 1.0) is two
-    assert fleet.choose(None, 1.0, but_not=frozenset({"b:1"})) is one
+    assert fleet.choose(None, 1.0, wishes=Wishes(but_not=frozenset({"b:1"}))) is one
 
 
 def test_another_short_pause_takes_no_time_from_the_others() -> None:

@@ -14,7 +14,7 @@ from jdisagg.router.fleet import Fleet
 from jdisagg.router.flight import Flight
 from jdisagg.router.prefixes import NOWHERE, Kept, Near
 from jdisagg.router.unlike import SETTLE_S, BitsWatch, Usual
-from jdisagg.router.usable import ANY_REQUEST
+from jdisagg.router.usable import ANY_REQUEST, Wishes
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.rig import ask, assert_whole, collect, fleet, stop, tokens
 from tests.unit.router.test_idle_fleet import idle_fleet
@@ -156,8 +156,8 @@ def test_a_stream_does_not_follow_its_prompt_to_a_worker_of_other_bits() -> None
     for entry, bits in ((d1, A), (d2, B)):
         entry.member, entry.pending = replace(entry.member, bits=bits), 100  # of so many, 16 more are not much
     near = Near(decodes={d2.key: 9000})
-    assert fleet.choose(None, NOW_S, near=near) is d2
-    assert fleet.choose(None, NOW_S, near=near, bits=A) is d1
+    assert fleet.choose(None, NOW_S, wishes=Wishes(near=near)) is d2
+    assert fleet.choose(None, NOW_S, wishes=Wishes(near=near, bits=A)) is d1
 
 
 def test_a_stream_goes_on_at_a_worker_of_its_bits_until_that_is_much_busier() -> None:
@@ -166,14 +166,16 @@ def test_a_stream_goes_on_at_a_worker_of_its_bits_until_that_is_much_busier() ->
     for entry, bits in ((d1, A), (d2, B)):
         entry.member = replace(entry.member, bits=bits)
     d1.pending = UNLIKE_REQUESTS - 1
-    assert fleet.choose(None, NOW_S, bits=A) is d1
+    assert fleet.choose(None, NOW_S, wishes=Wishes(bits=A)) is d1
     assert fleet.choose(None, NOW_S) is d2, "one that has not begun: the less busy one, as ever"
     d1.pending = UNLIKE_REQUESTS + 1
-    assert fleet.choose(None, NOW_S, bits=A) is d2
+    assert fleet.choose(None, NOW_S, wishes=Wishes(bits=A)) is d2
     d2.pending = 5
-    assert fleet.choose(None, NOW_S, bits=A) is d1
+    assert fleet.choose(None, NOW_S, wishes=Wishes(bits=A)) is d1
     d1.member = replace(d1.member, load=replace(d1.member.load, waiting=3))
-    assert fleet.choose(None, NOW_S, bits=A) is d1, "whose prompt is computed elsewhere is no sign that there is no room"
+    assert fleet.choose(None, NOW_S, wishes=Wishes(bits=A)) is d1, (
+        "whose prompt is computed elsewhere is no sign that there is no room"
+    )
 
 
 def test_the_streams_of_a_dead_worker_are_spread_over_those_of_their_bits_and_go_to_others_when_these_have_many_more() -> None:
@@ -183,7 +185,7 @@ def test_the_streams_of_a_dead_worker_are_spread_over_those_of_their_bits_and_go
 
     def replayed(count: int) -> list[int]:
         for _ in range(count):
-            entry = fleet.choose(None, NOW_S, bits=A)
+            entry = fleet.choose(None, NOW_S, wishes=Wishes(bits=A))
             assert entry is not None
             entry.pending += 1
         return [entry.pending for entry in fleet.entries()]

@@ -13,7 +13,7 @@ from jdisagg.core.requests import Role
 from jdisagg.router.entry import Entry
 from jdisagg.router.fleet import Fleet
 from jdisagg.router.prefixes import NOWHERE, Near
-from jdisagg.router.usable import Needs
+from jdisagg.router.usable import Needs, Wishes
 from tests.unit.router.test_idle_fleet import idle_fleet
 from tests.unit.wire.rig import member
 
@@ -34,7 +34,7 @@ def suspect(fleet: Fleet, entry: Entry, asked: dict[str, Any]) -> None:
 
 def short(fleet: Fleet, entry: Entry, asked: dict[str, Any]) -> None:
     entry.member = member(entry.member, max_model_len=499)
-    asked["wanted_tokens"] = 500
+    asked["num_tokens"] = 500
 
 
 def unlike(fleet: Fleet, entry: Entry, asked: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ def test_each_flaw_alone_speaks_for_the_other_worker(flaw: Flaw, flawed: str) ->
     fleet, asked = idle_fleet("d1", "d2"), dict[str, Any]()
     (entry,) = (entry for entry in fleet.entries() if entry.member.address == flawed)
     flaw(fleet, entry, asked)
-    chosen = fleet.choose(None, NOW_S, **asked)
+    chosen = fleet.choose(None, NOW_S, wishes=Wishes(**asked))
     assert chosen is not None
     assert chosen.member.address != flawed
 
@@ -77,7 +77,7 @@ def test_the_worse_flaw_decides_whatever_else_speaks_against_the_other(worse: Fl
     d1, d2 = fleet.entries()
     worse(fleet, d1, asked)
     better(fleet, d2, asked)
-    assert fleet.choose(None, NOW_S, **asked) is d2
+    assert fleet.choose(None, NOW_S, wishes=Wishes(**asked)) is d2
 
 
 def test_a_decode_worker_that_reaches_no_prefill_worker_is_asked_after_those_that_do_however_idle() -> None:
@@ -91,7 +91,7 @@ def test_a_decode_worker_that_reaches_no_prefill_worker_is_asked_after_those_tha
     says(d1, alone=True)
     d2.pending = 20
     assert fleet.choose(None, NOW_S) is d2
-    assert fleet.choose(None, NOW_S, but_not=frozenset({"d2"})) is d1
+    assert fleet.choose(None, NOW_S, wishes=Wishes(but_not=frozenset({"d2"}))) is d1
     says(d2, alone=True)
     assert fleet.choose(None, NOW_S) is d1, "of those that are all alone the least busy one, as ever"
     says(d1, alone=False)
@@ -146,8 +146,8 @@ def test_a_worker_that_just_holds_the_whole_request_is_not_too_short_for_it() ->
     fleet = idle_fleet("d1", "d2")
     d1, d2 = fleet.entries()
     d1.member, d2.pending = member(d1.member, max_model_len=500), 1
-    assert fleet.choose(None, NOW_S, Needs(num_tokens=500), wanted_tokens=500) is d1
-    assert fleet.choose(None, NOW_S, Needs(num_tokens=500), wanted_tokens=501) is d2
+    assert fleet.choose(None, NOW_S, Needs(num_tokens=500), Wishes(num_tokens=500)) is d1
+    assert fleet.choose(None, NOW_S, Needs(num_tokens=500), Wishes(num_tokens=501)) is d2
     assert fleet.choose(None, NOW_S, Needs(num_tokens=501)) is d2
 
 
@@ -167,7 +167,7 @@ def test_a_prompt_goes_where_it_was_though_other_routers_keep_everybody_busy() -
     for entry in fleet.entries():
         entry.pending = 1
         near = Near(decodes={entry.key: 512})
-        assert fleet.choose(None, NOW_S, near=near) is entry, "21 are not much more than 20"
+        assert fleet.choose(None, NOW_S, wishes=Wishes(near=near)) is entry, "21 are not much more than 20"
         entry.pending = 0
 
 
