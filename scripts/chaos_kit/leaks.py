@@ -135,9 +135,9 @@ def live_requests(state: dict[str, Any]) -> dict[str, Any]:
     return {name: part for name, part in parts.items() if part}
 
 
-async def at_rest(members: Sequence[Member], settle_s: float = SETTLE_S) -> list[str]:
+async def at_rest(members: Sequence[Member]) -> list[str]:
     """Wait until none of them holds anything for somebody; what is left at the end of the patience."""
-    end_s = monotonic() + settle_s
+    end_s = monotonic() + SETTLE_S
     while True:
         parts = await asyncio.gather(*map(_left_over, members))
         found = [f"{member.name}: {text}" for member, part in zip(members, parts, strict=True) for text in part]

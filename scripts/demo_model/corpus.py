@@ -31,9 +31,9 @@ class Corpus:
     held_out: tuple[Module, ...]
 
 
-def load_corpus(library: Path | None = None) -> Corpus:
-    """Read every module of `library` (default: the running interpreter's) that is not a test."""
-    root = library or Path(sysconfig.get_path("stdlib"))
+def load_corpus() -> Corpus:
+    """Read every module of the running interpreter's library that is not a test."""
+    root = Path(sysconfig.get_path("stdlib"))
     modules: list[Module] = []
     for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
         relative = path.relative_to(root)
