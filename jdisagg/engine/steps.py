@@ -72,7 +72,7 @@ class StepFunctions:
     def decode(self, params: Params, kv: KV, state: DecodeState, slots: jax.Array) -> tuple[KV, DecodeState, StepOut]:
         """Advance `slots` i32[R] by one token each; padding is the dummy slot."""
         tokens, lengths = state.cursor[:, slots]
-        valid = slots < state.history.shape[0] - 1
+        valid = (slots < state.history.shape[0] - 1) & self._has_entry(state, lengths - 1)
         batch = self._tokens(tokens, lengths - 1, valid, state.page_table[slots], rows_of_tokens(lengths - 1, valid))
         kv, hidden = self.model.forward(params, kv, batch)
         sampling = sample(self._logits(params, hidden), state, take_rows(state, slots), lengths)
@@ -83,7 +83,7 @@ class StepFunctions:
         known, lengths = state.cursor[:, batch.slots]
         token_ids = jnp.where(batch.decodes, known, batch.token_ids)
         positions = jnp.where(batch.decodes, lengths - 1, batch.positions)
-        valid = positions >= 0
+        valid = (positions >= 0) & self._has_entry(state, positions)
         rows = rows_of_tokens(positions, valid)
         tokens = self._tokens(token_ids, positions, valid, state.page_table[batch.slots], rows)
         kv, hidden = self.model.forward(params, kv, tokens)
@@ -94,13 +94,18 @@ class StepFunctions:
         prompt = score_if(jnp.any(batch.targets >= 0), logits, jnp.maximum(batch.targets, 0))
         return kv, state, StepOut(sampling, (prompt,))
 
+    def _has_entry(self, state: DecodeState, positions: jax.Array) -> jax.Array:
+        """Whether the page table goes as far as `positions`. Of several steps in one dispatch, one that ends with its context
+        needs fewer than its neighbours: kernels would read its next page from what lies behind its table."""
+        return positions < state.page_table.shape[1] * self.page_size
+
     def _tokens(
         self, token_ids: jax.Array, positions: jax.Array, valid: jax.Array, tables: jax.Array, rows: Rows
     ) -> TokenBatch:
         """Flat tokens [T] in tiles of the sequences with page tables i32[N, M]; padding goes to the null page."""
         positions = jnp.where(valid, positions, 0)
         entries = positions.reshape(tables.shape[0], -1) // self.page_size
-        pages = jnp.take_along_axis(tables, entries, axis=1, mode="fill", fill_value=0).reshape(-1)  # past its end: null page
+        pages = jnp.take_along_axis(tables, entries, axis=1, mode="clip").reshape(-1)
         return TokenBatch(
             token_ids=jnp.where(valid, token_ids, 0),
             positions=positions,
