@@ -1,13 +1,15 @@
 """KV in host memory: pieces of sequences that gave up their pages, until they get pages again or end.
 
 An offload starts a device-to-host copy and does not wait; `settle` takes the bytes over, once the step after it is collected,
-and lets the device arrays go. A restore of a copy that has not settled uses the device arrays. What pads the last piece on the
-device is not kept on the host: --host-kv-bytes counts tokens.
+and lets the device arrays go. Those are memory beside the pool, of which a long sequence would take as much again as its pages:
+where more than MOST_BYTES are under way, the oldest are waited for at once. A restore of a copy that has not settled uses the
+device arrays. What pads the last piece on the device is not kept on the host: --host-kv-bytes counts tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import jax
@@ -15,12 +17,14 @@ import numpy as np
 
 from jdisagg.kv.group import KVGroup
 
+MOST_BYTES = 2**29  # of a sequence of an 8B model 4,000 tokens; a tenth of a device with 24 GB is left beside its pool
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class _Copy:
     pieces: list[KVGroup]
     num_tokens: int  # of all of them
-    is_settled: bool = False
+    is_settled: bool = False  # no piece is on the device, and what padded the last one is gone
 
 
 class HostCopies:
@@ -29,37 +33,53 @@ class HostCopies:
     def __init__(self, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
         self._copies: dict[str, _Copy] = {}
-        self._unsettled: set[str] = set()
+        self._under_way = deque[tuple[_Copy, int]]()  # pieces on the device, the oldest first
+        self._bytes_under_way = 0
 
     def __len__(self) -> int:
         return len(self._copies)
 
-    def keep(self, key: str, pieces: list[KVGroup], num_tokens: int) -> None:
-        """Start copying fresh arrays, which hold `num_tokens` in all, to the host."""
-        for array in jax.tree.leaves(pieces):
-            array.copy_to_host_async()
-        self._copies[key] = _Copy(list(pieces), num_tokens)
-        self._unsettled.add(key)
+    def keep(self, key: str, pieces: Iterable[KVGroup], num_tokens: int) -> None:
+        """Start copying fresh arrays, which hold `num_tokens` in all, to the host. Each is asked for when there is room for it
+        on the device."""
+        copy = self._copies[key] = _Copy([], num_tokens)
+        for piece in pieces:
+            for array in jax.tree.leaves(piece):
+                array.copy_to_host_async()
+            self._under_way.append((copy, len(copy.pieces)))
+            self._bytes_under_way += _bytes_of(piece)
+            copy.pieces.append(piece)
+            while self._bytes_under_way + _bytes_of(piece) > MOST_BYTES and self._under_way:
+                self._land()
 
     def settle(self) -> None:
         """Replace device arrays by host ones; waits for copies that are still under way."""
-        for key in self._unsettled:
-            copy = self._copies[key]
-            copy.pieces = jax.device_get(copy.pieces)
-            copy.pieces[-1] = jax.tree.map(self._trimmed(copy.num_tokens), copy.pieces[-1])
-            copy.is_settled = True
-        self._unsettled.clear()
+        while self._under_way:
+            self._land()
 
     def take(self, key: str) -> list[KVGroup]:
         """The pieces, padded as they came, which are not kept any longer."""
-        self._unsettled.discard(key)
-        copy = self._copies.pop(key)
+        copy = self._remove(key)
         return [*copy.pieces[:-1], jax.tree.map(self._padded, copy.pieces[-1]) if copy.is_settled else copy.pieces[-1]]
 
     def forget(self, key: str) -> None:
         """Drop a copy nobody will ask for."""
-        self._unsettled.discard(key)
-        del self._copies[key]
+        self._remove(key)
+
+    def _remove(self, key: str) -> _Copy:
+        copy = self._copies.pop(key)
+        self._under_way = deque(one for one in self._under_way if one[0] is not copy)
+        self._bytes_under_way = sum(_bytes_of(other.pieces[index]) for other, index in self._under_way)
+        return copy
+
+    def _land(self) -> None:
+        """The oldest piece that is under way is on the host."""
+        copy, index = self._under_way.popleft()
+        self._bytes_under_way -= _bytes_of(copy.pieces[index])
+        copy.pieces[index] = jax.device_get(copy.pieces[index])
+        if index == (copy.num_tokens - 1) // self._chunk_tokens:
+            copy.pieces[index] = jax.tree.map(self._trimmed(copy.num_tokens), copy.pieces[index])
+            copy.is_settled = True
 
     def _trimmed(self, num_tokens: int) -> Callable[[np.ndarray], np.ndarray]:
         num_last = (num_tokens - 1) % self._chunk_tokens + 1
@@ -68,3 +88,7 @@ class HostCopies:
     def _padded(self, array: np.ndarray) -> np.ndarray:
         missing = self._chunk_tokens - array.shape[1]
         return np.pad(array, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else array
+
+
+def _bytes_of(piece: KVGroup) -> int:
+    return sum(array.nbytes for array in piece.arrays)

@@ -136,7 +136,7 @@ class ModelRunner:
 
     def _offload(self, copy: HostCopy) -> None:
         ranges = spans(copy.num_tokens, self.chunk_tokens)
-        pieces = [self.device.export(self._where(copy.page_table[0], *one)) for one in ranges]
+        pieces = (self.device.export(self._where(copy.page_table[0], *one)) for one in ranges)
         self._host.keep(copy.key, pieces, copy.num_tokens)
 
     def _restore(self, copy: HostCopy) -> None:

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from jdisagg.core.config import Numerics
+from jdisagg.engine import host_copies
 from jdisagg.sched.plan import HostCopy, PageCopy, Plan
 from tests.unit.engine.support import Driver, admit, chunk_up, make, prompt_of, tokens
 
@@ -38,10 +39,12 @@ def computed(runner):
 
 def bytes_of(copies):
     """Host memory of those that have settled."""
-    return sum(
-        array.nbytes
-        for array in jax.tree.leaves([c.pieces for key, c in copies._copies.items() if key not in copies._unsettled])
-    )
+    return sum(array.nbytes for array in jax.tree.leaves([c.pieces for c in copies._copies.values() if c.is_settled]))
+
+
+def under_way(runner):
+    """Pieces that are waited for when the next step is read, and their bytes."""
+    return len(runner._host._under_way), runner._host._bytes_under_way
 
 
 def overwrite(pages):
@@ -70,6 +73,35 @@ def test_kv_survives_the_way_through_host_memory(runner, settles):
     assert len(runner._host) == 0
 
 
+@pytest.mark.parametrize("settles", [True, False], ids=["after it has settled", "at once"])
+@pytest.mark.parametrize("most", [1, 2])
+def test_copies_under_way_take_little_of_the_device(runner, monkeypatch, most, settles):
+    """Two sequences leave in one step: six pieces, as much as their pages, would lie on the device beside those."""
+    before = computed(runner)
+    size = sum(array.nbytes for array in runner.export_tokens((PAGES,), 0, 1).arrays)
+    monkeypatch.setattr(host_copies, "MOST_BYTES", most * size)
+    held, export = [], runner.device.export
+
+    def counted(where):
+        pieces = [piece for copy in runner._host._copies.values() for piece in copy.pieces]
+        held.append(sum(isinstance(piece.data, jax.Array) for piece in pieces))
+        return export(where)
+
+    monkeypatch.setattr(runner.device, "export", counted)
+    out = tuple(HostCopy(key=key, page_table=(PAGES,), num_tokens=21) for key in "ab")
+    handle = runner.dispatch(Plan(step_id=1, offload=out))
+    assert len(held) == 6
+    assert max(held) < most
+    if settles:
+        runner.collect(handle)
+    runner.dispatch(Plan(step_id=2, forget=("a",), copies=overwrite(PAGES)))
+    monkeypatch.undo()
+    runner.collect(runner.dispatch(Plan(step_id=3, restore=(HostCopy(key="b", page_table=(ELSEWHERE,), num_tokens=21),))))
+    np.testing.assert_array_equal(kv(runner, ELSEWHERE), before)
+    assert len(runner._host) == 0
+    assert under_way(runner) == (0, 0)
+
+
 @pytest.mark.parametrize("num_tokens", [5, 8, 21])
 def test_a_copy_takes_the_bytes_of_its_tokens(runner, num_tokens):
     out = HostCopy(key="a", page_table=(PAGES,), num_tokens=num_tokens)
@@ -86,6 +118,17 @@ def test_a_forgotten_copy_is_gone(runner):
     assert len(runner._host) == 1
     runner.collect(runner.dispatch(Plan(step_id=2, forget=("a",))))
     assert len(runner._host) == 0
+
+
+def test_nobody_waits_for_what_is_forgotten(runner):
+    out = tuple(HostCopy(key=key, page_table=(PAGES,), num_tokens=21) for key in "ab")
+    handle = runner.dispatch(Plan(step_id=1, offload=out))
+    six = under_way(runner)
+    runner.dispatch(Plan(step_id=2, forget=("b",)))
+    assert under_way(runner) == (3, six[1] // 2)
+    runner.collect(handle)
+    assert under_way(runner) == (0, 0)
+    runner.dispatch(Plan(step_id=3, forget=("a",)))
 
 
 @pytest.mark.parametrize("num_steps", [2, 3, 11])
