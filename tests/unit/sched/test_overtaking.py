@@ -6,6 +6,7 @@ import pytest
 
 from jdisagg.core.requests import Output, Role
 from tests.unit.sched.engine_fake import FakeEngine, expected, next_token, request
+from tests.unit.sched.peer_fake import arrive
 
 PROMPT = (1, 2, 3, 4, 5)
 
@@ -65,3 +66,42 @@ def test_a_later_one_whose_kv_has_arrived_goes_first_when_the_earlier_does_not_f
     assert engine.seen["long"].tokens == expected(long, 1)
     ends = [name for name, seen in engine.seen.items() if seen.last.finish is not None]
     assert ends.index("second") < ends.index("long")
+
+
+def test_a_prompt_takes_no_memory_before_an_earlier_one_whose_peer_has_begun() -> None:
+    """All three wait for the last slot to come free: one that will fetch, one to be computed, one whose KV has arrived."""
+    engine = FakeEngine(Role.DECODE, max_num_seqs=1, num_pages=11, caching=False)
+    engine.add(request("first", PROMPT, 10), remote=True)
+    engine.tick()
+    fetch(engine)
+    while engine.scheduler.num_free_pages > 6:
+        engine.tick()
+    long = tuple(range(1, 26))  # seven pages
+    engine.add(request("long", long, 3), remote=True)
+    engine.add(request("second", PROMPT, 3))
+    engine.add(request("third", PROMPT, 3), remote=True)
+    engine.tick()
+    assert fetch(engine) == ["third"]
+    while engine.scheduler.counts()["running"]:
+        engine.tick()
+    assert [admit.request_id for admit in engine.tick().admit] == ["third"]
+    (reserved,) = engine.scheduler.take_reserved()
+    assert reserved.request_id == "long"
+
+
+def test_a_prompt_takes_no_memory_before_an_earlier_choice_that_lacks_a_page() -> None:
+    """All wait for the last slot: a choice whose sibling has its prompt, a prompt to be computed, one whose KV has arrived."""
+    prompt = tuple(range(1, 11))
+    engine = FakeEngine(Role.DECODE, max_num_seqs=2, num_pages=7, reserved_decode_tokens=5, caching=False, delay=0)
+    engine.add(request("first", (7,), 4), *(request(f"r/{i}", prompt, 6, fork_group="r") for i in range(2)))
+    engine.add(request("second", (8,), 1))
+    engine.add(request("third", PROMPT[:3], 2), remote=True)
+    engine.tick()
+    (reserved,) = engine.scheduler.take_reserved()
+    arrive(engine, reserved, PROMPT[:3])
+    while engine.seen["first"].last.finish is None:
+        assert not engine.tick().admit
+    assert (engine.scheduler.counts()["forking"], engine.scheduler.num_free_pages) == (1, 1)
+    assert [admit.request_id for admit in engine.tick().admit] == ["third"]
+    engine.run()
+    assert engine.seen["r/1"].tokens == expected(prompt, 6)
