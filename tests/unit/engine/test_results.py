@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import numpy as np
 
 from jdisagg.engine.packing import Packed
@@ -31,3 +33,23 @@ def test_tokens_of_healthy_steps_are_joined() -> None:
     assert (sampled.token_ids, sampled.bad) == ((5, 6), None)
     assert sampled.logprobs is not None
     assert [one.token_id for one in sampled.logprobs] == [5, 6]
+
+
+class Waited:
+    """An array of a step under way."""
+
+    def __init__(self) -> None:
+        self.is_ready = False
+
+    def block_until_ready(self) -> Waited:
+        self.is_ready = True
+        return self
+
+
+def test_a_step_of_which_nothing_is_read_is_waited_for_all_the_same() -> None:
+    """Else the host would dispatch a long prompt to its end, and KV of its first chunk could not be read before its last."""
+    tokens, scores = Waited(), Waited()
+    sampling = Sampling(tokens=cast(Any, tokens), bad=cast(Any, None), logprobs=cast(Any, None))
+    part = Part(Packed(None, ()), StepOut(sampling, cast(Any, (scores,))), {})
+    assert read([part], 1) == ((), {})
+    assert (tokens.is_ready, scores.is_ready) == (True, True)
