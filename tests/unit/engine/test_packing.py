@@ -1,5 +1,7 @@
 """Host side of a step: tiles, buckets, admissions."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from jdisagg.engine import updates
 from jdisagg.engine.buckets import PrefillBucket, decode_buckets, prefill_buckets
 from jdisagg.engine.packing import pack_prefill
 from jdisagg.engine.sizing import runner_shape
-from jdisagg.engine.state import PROMPT_BIT
+from jdisagg.engine.state import INT_COLUMNS, PROMPT_BIT
 from jdisagg.kv.layout import choose_layout
 from jdisagg.kv.spec import KVSpec
 from jdisagg.models.sharding import make_mesh
@@ -80,6 +82,27 @@ def test_every_prompt_token_is_fed_once_at_its_position():
     assert fed == {(slot, position): token for slot, prompt in prompts.items() for position, token in enumerate(prompt)}
     assert sorted(sampled) == [0, 1, 2, 3]
     assert wanted == {(slot, at): token for slot, prompt in prompts.items() for at, token in enumerate(prompt[1:])}
+
+
+@pytest.mark.parametrize(("num_rows", "sampled"), [(1, [[0], [1], [2]]), (2, [[0, 1], [2]]), (3, [[0, 1, 2]])])
+def test_as_many_prompts_end_in_a_step_as_its_bucket_has_rows(num_rows, sampled):
+    chunks = [chunk_up(slot, [5, 6, 7], [3])[0] for slot in range(3)]
+    steps = list(itertools.islice(pack_prefill(chunks, (PrefillBucket(64, num_rows),), dummy_slot=9), 4))
+    assert [[slot for _, slot in step.samples] for step in steps] == sampled
+
+
+def test_bias_of_what_is_no_token_changes_no_other_token():
+    """-1 would be the last one."""
+    request = admit(2, (1,), [5], SamplingParams(logit_bias=((-1, 9.0), (3, 2.0), (10, 9.0))))
+    ((entries, bias),) = updates.pack_history(request, num_slots=4, vocab_size=10)
+    assert {token: added for token, added in zip(entries[1], bias, strict=True) if added} == {3: 2.0}
+
+
+def test_ends_are_held_back_until_so_many_tokens_follow_the_prompt():
+    request = admit(0, (1,), [3, 4], SamplingParams(min_tokens=5, stop_token_ids=(8,)), generated=[6])
+    (rows,) = updates.pack_admissions([request], num_slots=6, width=4, vocab_size=10)
+    assert rows.ints[0, INT_COLUMNS.index("min_length")] == 7
+    assert rows.ints[0, len(INT_COLUMNS) :].tolist()[:3] == [8, 0, 10], "8, EOS, padding"
 
 
 def test_history_counts_prompt_and_generated_tokens():
