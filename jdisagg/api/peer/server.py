@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from time import monotonic
 from weakref import WeakValueDictionary
 
@@ -25,6 +25,7 @@ from jdisagg.api.codec import refuse
 from jdisagg.api.peer.codec import decode_down
 from jdisagg.api.peer.identity_codec import decode_identity, encode_identity
 from jdisagg.api.peer.piece_server import PieceBytes, PieceServer
+from jdisagg.api.peer.posts import Post, Posts
 from jdisagg.api.peer.reply import StreamReply
 from jdisagg.api.peer.shared_pulse import Listener, SharedPulse
 from jdisagg.api.pulse import Pulse
@@ -40,9 +41,6 @@ from jdisagg.handoff.identity import Identity, Incompatible, agree
 from jdisagg.handoff.messages import HandoffId, Open, Refused, StreamEnded
 from jdisagg.text.grammar import Compiled, Grammars
 from jdisagg.v1 import peer_pb2
-
-Event = PeerOpened | PeerMessage | PeerAlive
-Post = Callable[[Event], None]
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +122,7 @@ class PeerServer(PieceServer):
         reply = StreamReply(asyncio.get_running_loop(), MOST_UNREAD)
         reason, unread, cut_short = "dead", None, True  # what a cancelled handler means: the connection is gone
         write = asyncio.create_task(reply.pump(context.write, self._config.heartbeat_s))
-        posts = _Posts(self._post)
+        posts = Posts(self._post)
         opening = asyncio.create_task(self._open(posts, PeerOpened(handoff, opened, context.peer(), reply)))
         self._num_streams += 1
         try:
@@ -148,7 +146,7 @@ class PeerServer(PieceServer):
         finally:
             await cancel_and_wait(write)
 
-    async def _open(self, posts: _Posts, opened: PeerOpened) -> Compiled | None:
+    async def _open(self, posts: Posts, opened: PeerOpened) -> Compiled | None:
         """Post it, once the engine takes no time for its grammar, which is to be held as long as the stream is open."""
         grammar, held = opened.message.request.sampling.grammar, None
         if grammar is not None and self._grammars is not None:
@@ -268,29 +266,3 @@ class PeerServer(PieceServer):
                 message = decode_down(wire, monotonic())
                 if message is not None and not isinstance(message, Open):
                     post(PeerMessage(handoff, message))
-
-
-class _Posts:
-    """What the engine hears of one hand-off: what comes before its beginning waits for that. On the loop."""
-
-    def __init__(self, post: Post) -> None:
-        self._post = post
-        self._early: list[Event] | None = []  # None: it has begun
-
-    def begin(self, opened: PeerOpened) -> None:
-        """Post this one, and what waits for it."""
-        early, self._early = self._early, None
-        for event in (opened, *(early or ())):
-            self._post(event)
-
-    def put(self, event: Event) -> None:
-        """Post it now or then."""
-        if self._early is None:
-            self._post(event)
-        else:
-            self._early.append(event)
-
-    def end(self, event: PeerMessage) -> None:
-        """The last one; of no use when there was no beginning, which does not come any more."""
-        if self._early is None:
-            self._post(event)
