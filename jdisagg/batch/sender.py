@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from math import inf
 from time import monotonic
 from typing import Any
 
@@ -46,6 +47,7 @@ class _NotNow:
     why: str
     taken: bool = False  # the server had the request, then hung up or said nothing: it may be the request's fault
     timed_out: bool = False
+    stood_still: bool = False  # this process did meanwhile: it is nobody's fault
     retry_after_s: float = 0.0  # the server says: not before
     answer: Answer | None = None  # to be kept, should the server go on to serve others and never this one
 
@@ -84,7 +86,7 @@ class Sender:
             return await self._insist(path, self._client.build_request("GET", path))
 
     async def _insist(self, what: str, request: httpx.Request) -> Answer:
-        refused_since_s, times_taken, pause_s = None, 0, FIRST_PAUSE_S
+        refused_since_s, times_taken, times_still, pause_s = None, 0, 0, FIRST_PAUSE_S
         while True:
             queued_s = self._now_s()
             async with self._suspect if times_taken >= ALONE_FROM else nullcontext():
@@ -98,9 +100,15 @@ class Sender:
                 if outcome.taken:
                     await self._come_back(what, outcome.why)
             if outcome.taken:
-                times_taken += 1
-                if outcome.timed_out or times_taken == MOST_TIMES_TAKEN:
-                    raise BadAnswer(f"the server took the request {times_taken} times and answered others only: {outcome.why}")
+                if outcome.stood_still and times_still < MOST_TIMES_TAKEN:
+                    times_still += 1
+                else:
+                    times_taken += 1
+                    if outcome.answer is not None:
+                        return outcome.answer
+                    if outcome.timed_out or times_taken == MOST_TIMES_TAKEN:
+                        told = f"the server took the request {times_taken} times and answered others only: {outcome.why}"
+                        raise BadAnswer(told)
                 refused_since_s, pause_s = None, FIRST_PAUSE_S
                 continue
             refused_since_s = self._now_s() if refused_since_s is None else refused_since_s
@@ -168,18 +176,24 @@ class Sender:
             response = await self._client.send(request)
         except httpx.TransportError as error:
             taken = isinstance(error, httpx.ReadTimeout | httpx.ReadError | httpx.RemoteProtocolError)
-            timed_out = isinstance(error, httpx.ReadTimeout) and not self._stood_still(sent_s, still_s)
-            return _NotNow(_told(error), taken, timed_out)
+            stood_still = await self._stood_still(request, sent_s, still_s)
+            return _NotNow(_told(error), taken, isinstance(error, httpx.ReadTimeout), stood_still)
         except httpx.DecodingError as error:
             raise BadAnswer(f"the server's answer cannot be unpacked: {error}") from error
-        if response.status_code in RETRIED or (response.status_code == LATE and self._stood_still(sent_s, still_s)):
-            why = f"HTTP {response.status_code}: {_shown(response.content)}"
+        why = f"HTTP {response.status_code}: {_shown(response.content)}"
+        if response.status_code in RETRIED:
             return _NotNow(why, retry_after_s=_retry_after_s(response), answer=_read_answer(response))
+        if response.status_code == LATE and await self._stood_still(request, sent_s, still_s):
+            return _NotNow(why, taken=True, stood_still=True, answer=_read_answer(response))
         return _read_answer(response)
 
-    def _stood_still(self, since_s: float, before_s: float) -> bool:
-        """Whether this process did for much of the time since then, when it had for `before_s` in all."""
-        return self._still_s - before_s > MUCH * (monotonic() - since_s)
+    async def _stood_still(self, request: httpx.Request, since_s: float, before_s: float) -> bool:
+        """Whether this process did for much of the time since then, when it had for `before_s` in all, or for so long that the
+        request had not all of its time."""
+        await asyncio.sleep(0)  # who looks at that wakes in the same turn of the loop, perhaps behind us
+        took_s, still_s = monotonic() - since_s, self._still_s - before_s
+        limit_s = request.extensions["timeout"]["read"] or inf
+        return still_s > MUCH * took_s or took_s - still_s < limit_s <= took_s
 
     async def _why_away(self) -> str:
         """Why the server is not there; "" = it is. Raises Unavailable when it refuses the API key."""

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from jdisagg.batch.lines import Call
-from jdisagg.batch.sender import BadAnswer, Sender
+from jdisagg.batch.sender import MOST_TIMES_TAKEN, BadAnswer, Sender
 from jdisagg.core.errors import Unavailable
 
 PATIENCE_S = 0.6
@@ -162,6 +162,37 @@ def test_what_came_too_late_is_the_server_s_fault_where_this_process_stood_still
     failed, late = ask(server, "a", "b")
     assert isinstance(failed, BadAnswer)
     assert late == (504, {"error": {"message": "late"}})
+
+
+@pytest.mark.parametrize("outcome", [httpx.ReadTimeout("nothing came"), LATE])
+def test_a_request_that_had_not_all_of_its_time_is_asked_again_however_short_the_standstill(
+    outcome: httpx.Response | Exception,
+) -> None:
+    server = Stopping(0.0, a=[(3600.5, outcome), (0.0, FINE)])
+    server.still_s = 20.0
+    assert ask(server, "a") == [(200, {"object": "text_completion"})]
+
+
+def test_a_connection_that_was_cut_while_this_process_stood_still_is_held_against_nobody() -> None:
+    server = Stopping(0.0, a=[(0.1, DROPPED), *[(0.0, DROPPED)] * (MOST_TIMES_TAKEN - 1), (0.0, FINE)])
+    assert ask(server, "a") == [(200, {"object": "text_completion"})]
+
+
+def test_a_line_that_is_late_twice_stops_no_batch() -> None:
+    """Each try of it takes longer than the patience, and this process stands still in each."""
+    server = Stopping(0.0, a=[(30.0, LATE), (30.0, BUSY), (0.0, FINE)])
+    assert ask(server, "a") == [(200, {"object": "text_completion"})]
+
+
+def test_a_line_that_is_late_whenever_it_is_asked_fails_in_the_end() -> None:
+    class Starved(Stopping):
+        async def __call__(self, request: httpx.Request) -> httpx.Response:
+            asyncio.get_running_loop().call_later(0.01, self.stop)
+            return await Server.__call__(self, request)
+
+    server = Starved(0.0, a=[(30.0, LATE)] * 20)
+    assert ask(server, "a") == [(504, {"error": {"message": "late"}})]
+    assert 5 * 60.0 < server.ended_s < 7 * 100.0
 
 
 def test_nothing_goes_on_once_everything_is_answered() -> None:
