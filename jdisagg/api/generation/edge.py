@@ -79,6 +79,7 @@ class Edge:
         self._grammars = grammars
         self._told: WeakSet[RequestError] = WeakSet()  # errors of requests that the engine had, which counts them
         self._live: dict[str, Mailbox[Delta | Exception | _Abort]] = {}
+        self._num_admitting = 0  # of these, whose prompts are still read
         self._one_thread = asyncio.Lock()
         self.long_texts = LongTexts()
         self._turns = Turns()
@@ -90,18 +91,20 @@ class Edge:
 
     async def until_read(self, deadline_s: float) -> None:
         """Wait until clients have read their answers. Nothing more should be admitted by now."""
-        while self._live and monotonic() < deadline_s:
+        while (num_unread := len(self._live) - self._num_admitting) and monotonic() < deadline_s:
             await asyncio.sleep(_LOOK_S)
-        if self._live:
-            _log.warning("answers that clients have not read by the end of --drain-s: %d", len(self._live))
+        if num_unread:
+            _log.warning("answers that clients have not read by the end of --drain-s: %d", num_unread)
 
     async def admit(self, request: TextRequest) -> Job:
         """Check a request and tokenize it; nothing runs yet. Raises InvalidRequest, ModelNotFound, Overloaded where
         too many long texts wait, Unavailable at a router that no worker registers with within seconds, or DeadlineExceeded."""
         mailbox = self._enter(request.request_id)
+        self._num_admitting += 1
         try:
             job = await self._admit(request)
         finally:
+            self._num_admitting -= 1
             del self._live[request.request_id]
         return replace(job, is_aborted=True) if mailbox.taken() else job
 
@@ -118,6 +121,8 @@ class Edge:
         mailbox = self._enter(job.request_id)
         if job.is_aborted:
             mailbox.put(_Abort())
+            if self._metrics is not None:
+                self._metrics.requests.finished.labels(reason="abort").inc(len(job.requests))
         tasks = [
             asyncio.create_task(self._pump(job, index, mailbox), name=request.request_id)
             for index, request in enumerate(() if job.is_aborted else job.requests)

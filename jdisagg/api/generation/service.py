@@ -78,7 +78,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Abort(
         self, request: generation_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.AbortResponse:
-        """End a running Generate: its unfinished choices get FINISH_REASON_ABORT. Unknown ids are ignored."""
+        """End a Generate, be it that its prompt is still read: its unfinished choices get FINISH_REASON_ABORT. Unknown ids are
+        ignored."""
         self._edge.abort(request.request_id)
         return generation_pb2.AbortResponse()
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from time import monotonic
 
 import pytest
 
 from jdisagg.api.generation.choice import ChoiceText, Transcript
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import TextRequest
+from jdisagg.api.tasks import cancel_and_wait
 from jdisagg.core.errors import InvalidRequest, ModelNotFound
 from jdisagg.core.fleet import ModelCard
+from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import FinishReason, Output, SamplingParams
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, run
@@ -71,8 +74,8 @@ class _Waiting(FakeEngine):
 
 def test_a_request_that_is_aborted_before_its_prompt_is_read_is_not_computed(tokenizer: Tokenizer) -> None:
     async def check() -> None:
-        engine = _Waiting(tokenizer)
-        edge = Edge(engine, tokenizer)
+        engine, metrics = _Waiting(tokenizer), Metrics()
+        edge = Edge(engine, tokenizer, metrics=metrics)
         asked = TextRequest(request_id="r", prompts=("the",), sampling=SamplingParams(), n=2)
 
         async def answer() -> Transcript:
@@ -88,8 +91,22 @@ def test_a_request_that_is_aborted_before_its_prompt_is_read_is_not_computed(tok
         assert [choice.finish for choice in transcript.choices] == [FinishReason.ABORT] * 2
         assert transcript.usage.completion_tokens == 0
         assert not engine.requests
+        assert 'jdisagg_requests_finished_total{reason="abort"} 2.0' in metrics.text()
         assert not edge.abort("r")
         assert (await answer()).choices[0].text == "fox", "the next one of that id is another request"
+
+    run(check())
+
+
+def test_a_prompt_that_is_still_read_is_no_answer_that_a_client_has_not_read(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        edge = Edge(_Waiting(tokenizer), tokenizer)
+        asked = TextRequest(request_id="r", prompts=("the",), sampling=SamplingParams())
+        admitting = asyncio.create_task(edge.admit(asked))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(30):
+            await edge.until_read(monotonic() + 60)
+        await cancel_and_wait(admitting)
 
     run(check())
 
