@@ -177,7 +177,7 @@ class Borrower:
             if now_s - record.progress_s >= STALL_S:
                 actions += self._end(record, Outcome.STALLED, f"no piece for {now_s - record.progress_s:.1f} s")
             elif now_s >= record.deadline_s:
-                actions += self._end(record, Outcome.STALLED, "pieces come, but too slowly")
+                actions += self._end(record, Outcome.STALLED, f"not all came within {LONGEST_S:g} s")
         return actions
 
     # --- helpers

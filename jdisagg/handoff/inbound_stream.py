@@ -76,11 +76,12 @@ class InboundStream:
             self.line.end(piece)
         return [CancelFetch(self.handoff), CloseStream(self.handoff)]
 
-    def await_fetches(self, longer_s: float, deadline_s: float) -> None:
-        """For so much longer than they have, within the request's deadline: what they bring may be on its way to the engine."""
+    def await_fetches(self, still_s: float, deadline_s: float, now_s: float) -> None:
+        """D stood still for `still_s` until now: they have so much longer, as far as they were under way, within the request's
+        deadline, for what they bring may be on its way to the engine."""
         for piece in self.pieces.values():
             if piece.fetch_deadline_s is not None:
-                piece.fetch_deadline_s = min(piece.fetch_deadline_s + longer_s, deadline_s)
+                piece.fetch_deadline_s = min(piece.fetch_deadline_s + min(still_s, now_s - piece.began_s), deadline_s)
 
     def overdue(self, now_s: float) -> list[str]:
         """Keys whose fetch should have answered by now."""

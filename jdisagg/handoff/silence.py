@@ -18,7 +18,7 @@ def forgive(records: Iterable[Inbound], still_s: float, now_s: float) -> None:
             stream.line.wait_anew(now_s)
         for stream in (record.stream, None if record.doubted is None else record.doubted.stream):
             if stream is not None:
-                stream.await_fetches(still_s, record.request.deadline_s)
+                stream.await_fetches(still_s, record.request.deadline_s, now_s)
 
 
 def unanswered(record: Inbound, stream: InboundStream, now_s: float) -> str:

@@ -110,7 +110,7 @@ def test_pieces_that_come_too_slowly_are_not_called_none() -> None:
     side = borrower()
     for now_s in (5.9, 5.0 + LONGEST_S - 0.1):
         side.on_message(H, ready(f"a{now_s}", 2 if now_s < 6 else 6, 6 if now_s < 6 else 10), now_s)
-    assert only(Borrowed, side.tick(5.0 + LONGEST_S)).cause == "pieces come, but too slowly"
+    assert only(Borrowed, side.tick(5.0 + LONGEST_S)).cause == "not all came within 10 s"
 
 
 def test_it_ends_after_a_second_without_progress() -> None:

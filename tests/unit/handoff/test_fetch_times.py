@@ -81,6 +81,18 @@ def test_no_fetch_is_taken_for_lost_before_what_it_brought_while_this_process_st
     assert only(act.Recovered, side.tick(26.0)).cause.endswith(": timeout"), "six seconds of ours"
 
 
+def test_a_fetch_that_began_behind_the_standstill_has_no_more_time_for_it() -> None:
+    side, handoff = decode_side(NEVER), HandoffId("r", 1)
+    side.start(request(4, deadline_s=1e6), 0, ("p",), 0.0)
+    side.on_message(handoff, Accepted(cached_tokens=0), 0.0)
+    side.on_reserved("r", 0.0)
+    side.look(1.0)
+    assert fetched(side.on_message(handoff, ready("r", 0, 4), 21.0)) == 26.0  # heard in the first tick behind it
+    side.look(21.0)
+    assert side.tick(26.9) == []
+    assert only(act.Recovered, side.tick(27.0)).cause.endswith(": timeout")
+
+
 def test_a_fetch_has_no_more_time_than_its_request_however_long_this_process_stood_still() -> None:
     side, handoff = decode_side(NEVER), HandoffId("r", 1)
     side.start(request(4, deadline_s=24.0), 0, ("p",), 0.0)
