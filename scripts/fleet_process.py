@@ -28,7 +28,8 @@ _held: dict[int, socket.socket] = {}
 
 
 class FleetProcess:
-    """The process, in a group of its own; it ends when this one does, however that ends. Logs go to `log`.
+    """The process, in a group of its own; it ends when this one does, or the thread that started it, however that ends. Logs go
+    to `log`.
 
     No session of its own: Linux shares the cores between sessions first (sched_autogroup), which starves those of many threads
     where cores are short.
@@ -46,7 +47,7 @@ class FleetProcess:
         behind it, elsewhere."""
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
-        environment = {**os.environ, **(env or {}), PARENT_VARIABLE: str(os.getpid())}
+        environment = {**os.environ, PARENT_VARIABLE: str(os.getpid()), **(env or {})}
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(
                 [*enter, sys.executable, "-m", module, *flags],

@@ -16,6 +16,7 @@ from typing import Any
 from chaos_kit.leaks import held_by
 from fleet_process import FleetProcess
 
+from jdisagg.serve.environment import PARENT_VARIABLE
 from jdisagg.serve.ready import Ready
 
 READY_TIMEOUT_S = 150.0
@@ -40,7 +41,7 @@ class ServerProcess:
     def __init__(self, *flags: str, log: Path, env: dict[str, str] | None = None, module: str = "jdisagg.serve") -> None:
         self.flags = flags
         self.log = log
-        ours = dict.fromkeys(("XLA_FLAGS", "NPROC"))
+        ours = dict.fromkeys(("XLA_FLAGS", "NPROC", PARENT_VARIABLE))  # as an operator starts it
         self._started = FleetProcess(*flags, log=log, env={"JAX_PLATFORMS": "cpu", **ours, **(env or {})}, module=module)
         self.process = self._started.process
         self._ready: Ready | None = None
