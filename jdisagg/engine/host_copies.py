@@ -17,7 +17,7 @@ import numpy as np
 
 from jdisagg.kv.group import KVGroup
 
-MOST_BYTES = 2**29  # of a sequence of an 8B model 4,000 tokens; a tenth of a device with 24 GB is left beside its pool
+MOST_BYTES = 2**29  # 4,000 tokens of an 8B model; a device of 24 GB has 2.4 GB beside its pool
 
 
 @dataclass(slots=True, eq=False)

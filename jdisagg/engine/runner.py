@@ -81,7 +81,7 @@ class ModelRunner:
         return self.shape.max_model_len
 
     def dispatch(self, plan: Plan) -> Dispatched:
-        """Start one step without waiting for it."""
+        """Start one step without waiting for it; only KV that is copied to the host may be waited for, see HostCopies."""
         for key in plan.forget:
             self._host.forget(key)
         for copy in plan.offload:

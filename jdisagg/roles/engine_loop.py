@@ -3,9 +3,10 @@
     tick:  drain inbox -> admit / cancel / peer events -> poll hand-offs -> expire deadlines
            -> plan + dispatch step N+1 -> read + commit step N -> deliver outputs
 
-It blocks for two things: an idle engine sleeps on its inbox, a busy one waits for the previous step (and, where a request fails
-for infinity or NaN, for its KV, to say where). While a step computes prompts, peers and transfer threads are heard: a chunk's
-KV is announced when it is there, not when the next chunk is.
+It blocks for two things: an idle engine sleeps on its inbox, a busy one waits for the previous step (and for KV: of a request
+that fails for infinity or NaN, to say where, and of a long sequence whose pages are taken, on its way to host memory). While a
+step computes prompts, peers and transfer threads are heard: a chunk's KV is announced when it is there, not when the next chunk
+is.
 """
 
 from __future__ import annotations

@@ -242,10 +242,10 @@ class PeerServer(PieceServer):
                 await asyncio.wait({read}, timeout=self._config.dead_after_s * LINGER_SHARE)
         finally:
             await cancel_and_wait(read)
-        error = read.exception() if read in done else None
-        if isinstance(error, InvalidRequest):
+        error = None if read.cancelled() else read.exception()
+        if isinstance(error, InvalidRequest) and read in done:
             return "dead", error
-        if error is not None and not isinstance(error, grpc.aio.BaseError):  # a bug of ours, and no connection that is gone
+        if not isinstance(error, None | InvalidRequest | grpc.aio.BaseError):  # a bug of ours, and no connection that is gone
             log.error("request %s: reading its stream failed; the hand-off is over", handoff.request_id, exc_info=error)
             return "closed", None
         if read in done or write in done:
