@@ -162,16 +162,23 @@ class PeerLink:
             log.exception("closing a connection to prefill peer %s failed", self.peer)
 
     async def _say_hello(self) -> Identity:
-        try:
-            request = peer_pb2.HelloRequest(identity=encode_identity(self._identity))
-            answer = await self._stub.Hello(request, timeout=min(max(HELLO_TIMEOUT_S, self._dead_after_s), LONGEST_HELLO_S))
-        except grpc.aio.AioRpcError as error:
-            reason = "hello" if error.code() is grpc.StatusCode.FAILED_PRECONDITION else "unreachable"
-            text = f"prefill peer {self.peer}: Hello: {error.code().name}: {told(error.details() or '')}"
-            raise HelloFailed(reason, Unavailable(text)) from error
+        answer = await self._ask()
+        if isinstance(answer, HelloFailed):
+            raise answer
         theirs = decode_identity(answer.identity)
         if self._is_registered and theirs.address not in (None, self.peer):
             look = "look at --advertise-host of the worker that registered there"
             raise HelloFailed("hello", Unavailable(f"prefill peer {self.peer}: it leads to {theirs.worker}; {look}"))
         self.draining = answer.draining
         return theirs
+
+    async def _ask(self) -> peer_pb2.HelloResponse | HelloFailed:
+        """What P says, or why it says nothing: no error of gRPC's, which would hold the call, by which gRPC takes a closed
+        channel for used, and connects it again and again."""
+        request = peer_pb2.HelloRequest(identity=encode_identity(self._identity))
+        try:
+            return await self._stub.Hello(request, timeout=min(max(HELLO_TIMEOUT_S, self._dead_after_s), LONGEST_HELLO_S))
+        except grpc.aio.AioRpcError as error:
+            reason = "hello" if error.code() is grpc.StatusCode.FAILED_PRECONDITION else "unreachable"
+            text = f"prefill peer {self.peer}: Hello: {error.code().name}: {told(error.details() or '')}"
+            return HelloFailed(reason, Unavailable(text))
