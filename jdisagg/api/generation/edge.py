@@ -21,12 +21,12 @@ from weakref import WeakSet
 from jdisagg.api.generation.choice import ChoiceText, Delta, Transcript, in_fewer
 from jdisagg.api.generation.grammar_gate import GrammarGate
 from jdisagg.api.generation.intake import Job, TextRequest, admit
+from jdisagg.api.generation.live import Abort, Inbox, LiveRequests
 from jdisagg.api.generation.long_texts import LongTexts
 from jdisagg.api.generation.token_engine import Enough, TokenEngine
 from jdisagg.api.in_order import is_long
-from jdisagg.api.mailbox import Mailbox
 from jdisagg.api.turns import Turns
-from jdisagg.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, RequestError
+from jdisagg.core.errors import Cancelled, DeadlineExceeded, RequestError
 from jdisagg.core.fleet import ModelCard
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, SamplingParams
@@ -39,10 +39,6 @@ _DEADLINE_GRACE_S = 6.0  # the engine ends a request at its deadline; this is fo
 _LOOK_S = 0.05
 
 _log = logging.getLogger(__name__)
-
-
-class _Abort:
-    """Put into a stream's mailbox to end it."""
 
 
 class Edge:
@@ -78,8 +74,7 @@ class Edge:
         self._metrics = metrics
         self._grammars = grammars
         self._told: WeakSet[RequestError] = WeakSet()  # errors of requests that the engine had, which counts them
-        self._live: dict[str, Mailbox[Delta | Exception | _Abort]] = {}
-        self._num_admitting = 0  # of these, whose prompts are still read
+        self._live = LiveRequests()
         self._one_thread = asyncio.Lock()
         self.long_texts = LongTexts()
         self._turns = Turns()
@@ -91,7 +86,7 @@ class Edge:
 
     async def until_read(self, deadline_s: float) -> None:
         """Wait until clients have read their answers. Nothing more should be admitted by now."""
-        while (num_unread := len(self._live) - self._num_admitting) and monotonic() < deadline_s:
+        while (num_unread := self._live.num_streamed) and monotonic() < deadline_s:
             await asyncio.sleep(_LOOK_S)
         if num_unread:
             _log.warning("answers that clients have not read by the end of --drain-s: %d", num_unread)
@@ -99,13 +94,8 @@ class Edge:
     async def admit(self, request: TextRequest) -> Job:
         """Check a request and tokenize it; nothing runs yet. Raises InvalidRequest, ModelNotFound, Overloaded where
         too many long texts wait, Unavailable at a router that no worker registers with within seconds, or DeadlineExceeded."""
-        mailbox = self._enter(request.request_id)
-        self._num_admitting += 1
-        try:
+        with self._live.admitting(request.request_id) as mailbox:
             job = await self._admit(request)
-        finally:
-            self._num_admitting -= 1
-            del self._live[request.request_id]
         return replace(job, is_aborted=True) if mailbox.taken() else job
 
     def transcript(self, job: Job, *, keep_text: bool = True) -> Transcript:
@@ -118,16 +108,16 @@ class Edge:
 
         Raises RequestError when a choice fails; the others are cancelled. Closing the generator frees everything.
         """
-        mailbox = self._enter(job.request_id)
+        mailbox = self._live.enter(job.request_id)
         if job.is_aborted:
-            mailbox.put(_Abort())
+            mailbox.put(Abort())
             if self._metrics is not None:
                 self._metrics.requests.finished.labels(reason="abort").inc(len(job.requests))
         tasks = [
             asyncio.create_task(self._pump(job, index, mailbox), name=request.request_id)
             for index, request in enumerate(() if job.is_aborted else job.requests)
         ]
-        unfinished, items = set(range(len(job.requests))), deque[Delta | Exception | _Abort]()
+        unfinished, items = set(range(len(job.requests))), deque[Delta | Exception | Abort]()
         try:
             while unfinished:
                 if not items:
@@ -140,7 +130,7 @@ class Edge:
                         raise item
                     finally:
                         del item  # else this frame, with the job, and the error's traceback keep each other
-                if isinstance(item, _Abort):
+                if isinstance(item, Abort):
                     await _end(tasks)  # what they had gathered they put behind it
                     items = _aborted([*items, *mailbox.taken()], unfinished)
                     continue
@@ -184,15 +174,8 @@ class Edge:
         mailbox = self._live.get(request_id)
         if mailbox is None:
             return False
-        mailbox.put(_Abort())
+        mailbox.put(Abort())
         return True
-
-    def _enter(self, request_id: str) -> Mailbox[Delta | Exception | _Abort]:
-        """The id is taken from now on, until whoever called removes it."""
-        if request_id in self._live:
-            raise InvalidRequest(f"request_id {request_id!r} is still running; choose another", field="request_id")
-        mailbox = self._live[request_id] = Mailbox[Delta | Exception | _Abort]()
-        return mailbox
 
     async def _admit(self, request: TextRequest) -> Job:
         timeout_s = self._default_deadline_s if request.timeout_s is None else request.timeout_s
@@ -216,7 +199,7 @@ class Edge:
             late = f"request {request.request_id}: its deadline passed before its prompt and its grammar were read"
             raise DeadlineExceeded(late) from error
 
-    async def _pump(self, job: Job, index: int, mailbox: Mailbox[Delta | Exception | _Abort]) -> None:
+    async def _pump(self, job: Job, index: int, mailbox: Inbox) -> None:
         """One choice. The mailbox is unbounded (by max_tokens): a slow reader must not hold KV pages."""
         request = job.requests[index]
         try:
@@ -278,7 +261,7 @@ def _with_recommended(request: TextRequest, max_new_tokens: int | None) -> TextR
     return replace(request, default_max_tokens=min(known, default=None))
 
 
-def _aborted(rest: Iterable[Delta | Exception | _Abort], unfinished: set[int]) -> deque[Delta | Exception | _Abort]:
+def _aborted(rest: Iterable[Delta | Exception | Abort], unfinished: set[int]) -> deque[Delta | Exception | Abort]:
     """The end of a stream: the deltas of `rest`, and an end for each choice of `unfinished` that has none among them."""
     deltas = [item for item in rest if isinstance(item, Delta)]
     left = unfinished - {delta.index for delta in deltas if delta.finish is not None}

@@ -1,0 +1,48 @@
+"""The requests of an Edge by their ids, which are taken while a prompt is read and while its answer is streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from jdisagg.api.generation.choice import Delta
+from jdisagg.api.mailbox import Mailbox
+from jdisagg.core.errors import InvalidRequest
+
+
+class Abort:
+    """Put into a request's mailbox to end it."""
+
+
+Inbox = Mailbox[Delta | Exception | Abort]
+
+
+class LiveRequests(dict[str, Inbox]):
+    """What each of them is told. On the event loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_admitting = 0
+
+    @property
+    def num_streamed(self) -> int:
+        """Those whose prompts have been read."""
+        return len(self) - self._num_admitting
+
+    def enter(self, request_id: str) -> Inbox:
+        """The id is taken from now on, until whoever called removes it. Raises InvalidRequest when it is."""
+        if request_id in self:
+            raise InvalidRequest(f"request_id {request_id!r} is still running; choose another", field="request_id")
+        inbox = self[request_id] = Inbox()
+        return inbox
+
+    @contextmanager
+    def admitting(self, request_id: str) -> Iterator[Inbox]:
+        """The same while its prompt is read."""
+        inbox = self.enter(request_id)
+        self._num_admitting += 1
+        try:
+            yield inbox
+        finally:
+            self._num_admitting -= 1
+            del self[request_id]
