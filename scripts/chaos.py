@@ -3,6 +3,7 @@
     chaos.py --seed 1 --requests 150                 all faults, exact numerics, the demo model
     chaos.py --requests 10000 --json out/chaos.json  the long run
     chaos.py --inject checksums-off                  must end red: shows that the harness can see
+    chaos.py --worker-flags="--num-scheduler-steps 4 --kv-cache-dtype int8" --transformers 0
 
 Exit status 0: no token was wrong, lost or duplicated, nothing hung, leaked, died by itself or left a traceback in a log, and of
 the requests that clients did not give up 99.5 % ended well (in a short run: all but one). Logs of all processes are in
@@ -14,13 +15,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shlex
 import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from chaos_kit.fleet import FleetPlan
+from chaos_kit.fleet import SIZES, FleetPlan
 from chaos_kit.kinds import ALL
 from chaos_kit.session import INJECTIONS, Options, Session
 from chaos_kit.verdict import Verdict
@@ -47,6 +49,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--kv-transfer-backend", default="grpc", help="auto: shared memory here, then tcp, which pass no forwarder, then grpc"
     )
+    parser.add_argument("--worker-flags", default="", help="of whoever has a model, the reference too")
     parser.add_argument("--faults", default=",".join(ALL), help="comma-separated; default: all of %(default)s")
     parser.add_argument("--intensity", type=float, default=1.0, help="times as many of the faults that workers make")
     parser.add_argument("--catalogue", type=int, default=60, help="different questions")
@@ -83,6 +86,7 @@ async def run(arguments: argparse.Namespace, directory: Path) -> list[Verdict]:
         transfer_backend=arguments.kv_transfer_backend,
         checksums="checksums-off" not in arguments.inject,
         seed=arguments.seed[0],
+        sizes=(*SIZES, *shlex.split(arguments.worker_flags)),
         prefill_flags=("--tensor-parallel-size", str(arguments.prefill_tp)),
         scarce=True,
     )
