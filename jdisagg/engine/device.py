@@ -1,8 +1,8 @@
 """The jitted functions of one mesh and all that lives on it: parameters, KV pool, decode state.
 
-Every call is one dispatch, which takes its host arrays along; nothing here waits. They go to every device of the mesh, and
-the runtime may alias them: they are never written again. KV and state are donated, and the pool and this object hold the only
-references. Arguments have explicit shardings, so a warmed function never compiles again.
+Every call is one dispatch, which takes its host arrays along; nothing here waits but `wait_for_pages`. They go to every device
+of the mesh, and the runtime may alias them: they are never written again. KV and state are donated, and the pool and this
+object hold the only references. Arguments have explicit shardings, so a warmed function never compiles again.
 """
 
 from __future__ import annotations
@@ -100,6 +100,14 @@ class Device:
         """Store a piece with `piece_sharding` at `where` i32[2, T]."""
         kv = self.pool.take()
         self.pool.put((self._functions["import"](kv[0], piece, where),))
+
+    def wait_for_pages(self) -> None:
+        """Return when the cache holds all that was dispatched to it, and the pieces which that came from are free."""
+        kv = self.pool.take()
+        try:
+            jax.block_until_ready(kv)
+        finally:
+            self.pool.put(kv)
 
     def empty_piece(self) -> KVGroup:
         """Zeros in the shape and sharding of a piece."""

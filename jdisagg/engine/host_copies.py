@@ -2,7 +2,8 @@
 
 An offload starts a device-to-host copy and does not wait; `settle` takes the bytes over, once the step after it is collected,
 and lets the device arrays go. Those are memory beside the pool, of which a long sequence would take as much again as its pages:
-where more than MOST_BYTES are under way, the oldest are waited for at once. A restore of a copy that has not settled uses the
+where more than MOST_BYTES are under way, the oldest are waited for at once. On the way back no more lie beside the pool either:
+before the next is put there the runner waits until they are in their pages. A restore of a copy that has not settled uses the
 device arrays. What pads the last piece on the device is not kept on the host: --host-kv-bytes counts tokens.
 """
 
@@ -47,9 +48,9 @@ class HostCopies:
             for array in jax.tree.leaves(piece):
                 array.copy_to_host_async()
             self._under_way.append((copy, len(copy.pieces)))
-            self._bytes_under_way += _bytes_of(piece)
+            self._bytes_under_way += bytes_of(piece)
             copy.pieces.append(piece)
-            while self._bytes_under_way + _bytes_of(piece) > MOST_BYTES and self._under_way:
+            while self._bytes_under_way + bytes_of(piece) > MOST_BYTES and self._under_way:
                 self._land()
 
     def settle(self) -> None:
@@ -69,13 +70,13 @@ class HostCopies:
     def _remove(self, key: str) -> _Copy:
         copy = self._copies.pop(key)
         self._under_way = deque(one for one in self._under_way if one[0] is not copy)
-        self._bytes_under_way = sum(_bytes_of(other.pieces[index]) for other, index in self._under_way)
+        self._bytes_under_way = sum(bytes_of(other.pieces[index]) for other, index in self._under_way)
         return copy
 
     def _land(self) -> None:
         """The oldest piece that is under way is on the host."""
         copy, index = self._under_way.popleft()
-        self._bytes_under_way -= _bytes_of(copy.pieces[index])
+        self._bytes_under_way -= bytes_of(copy.pieces[index])
         copy.pieces[index] = jax.device_get(copy.pieces[index])
         if index == (copy.num_tokens - 1) // self._chunk_tokens:
             copy.pieces[index] = jax.tree.map(self._trimmed(copy.num_tokens), copy.pieces[index])
@@ -90,5 +91,6 @@ class HostCopies:
         return np.pad(array, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else array
 
 
-def _bytes_of(piece: KVGroup) -> int:
+def bytes_of(piece: KVGroup) -> int:
+    """Of its arrays, what pads it included."""
     return sum(array.nbytes for array in piece.arrays)

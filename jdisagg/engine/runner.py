@@ -15,11 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdisagg.engine import updates
+from jdisagg.engine import host_copies, updates
 from jdisagg.engine.buckets import PrefillBucket, smallest_holding
 from jdisagg.engine.device import Device
 from jdisagg.engine.grammar_rows import GrammarRows, Grammars, Place, advance
-from jdisagg.engine.host_copies import HostCopies
 from jdisagg.engine.packing import Packed, pack_exact, pack_prefill
 from jdisagg.engine.results import Part, read
 from jdisagg.engine.state import words_of
@@ -57,7 +56,7 @@ class ModelRunner:
         self.device = device
         self.shape = shape
         self._grammar_rows = GrammarRows(grammars, 4 * words_of(device.shape.vocab_size))
-        self._host = HostCopies(device.shape.chunk_tokens)
+        self._host = host_copies.HostCopies(device.shape.chunk_tokens)
         self._num_top: dict[int, int] = {}  # slot -> alternatives wanted, for slots that want log-probabilities
 
     @property
@@ -81,7 +80,7 @@ class ModelRunner:
         return self.shape.max_model_len
 
     def dispatch(self, plan: Plan) -> Dispatched:
-        """Start one step without waiting for it; only KV that is copied to the host may be waited for, see HostCopies."""
+        """Start one step without waiting for it; only KV on its way to the host or back may be waited for, see HostCopies."""
         for key in plan.forget:
             self._host.forget(key)
         for copy in plan.offload:
@@ -92,8 +91,7 @@ class ModelRunner:
         self._admit(plan.admit)
         for entries in updates.pack_appends(plan.pages, num_slots=self.device.shape.max_num_seqs):
             self.device.append_pages(entries)
-        for copy in plan.restore:
-            self._restore(copy)
+        self._restore(plan.restore)
         self._copy_pages(plan.copies)
         places = self._allow(plan)
         parts = self._exact(plan) if self.shape.exact else [*self._prefill(plan), *self._decode(plan)]
@@ -139,11 +137,18 @@ class ModelRunner:
         pieces = (self.device.export(self._where(copy.page_table[0], *one)) for one in ranges)
         self._host.keep(copy.key, pieces, copy.num_tokens)
 
-    def _restore(self, copy: HostCopy) -> None:
-        ranges = spans(copy.num_tokens, self.chunk_tokens)
-        for (begin, end), piece in zip(ranges, self._host.take(copy.key), strict=True):
-            on_device = jax.device_put(piece, self.device.piece_sharding)
-            self.device.import_piece(on_device, self._where(copy.page_table[0], begin, end))
+    def _restore(self, copies: Sequence[HostCopy]) -> None:
+        """A piece lies on the device beside its pages until it is in them, which is behind the step that runs."""
+        num_bytes = 0
+        for copy in copies:
+            ranges = spans(copy.num_tokens, self.chunk_tokens)
+            for (begin, end), piece in zip(ranges, self._host.take(copy.key), strict=True):
+                num_bytes += host_copies.bytes_of(piece)
+                if num_bytes > host_copies.MOST_BYTES:
+                    self.device.wait_for_pages()
+                    num_bytes = host_copies.bytes_of(piece)
+                on_device = jax.device_put(piece, self.device.piece_sharding)
+                self.device.import_piece(on_device, self._where(copy.page_table[0], begin, end))
 
     def _where(self, pages: Sequence[int], begin: int, end: int) -> np.ndarray:
         return token_index(pages, begin, end, page_size=self.page_size, width=self.chunk_tokens)

@@ -102,6 +102,39 @@ def test_copies_under_way_take_little_of_the_device(runner, monkeypatch, most, s
     assert under_way(runner) == (0, 0)
 
 
+@pytest.mark.parametrize("most", [1, 2])
+def test_pieces_on_their_way_back_take_little_of_the_device(runner, monkeypatch, most):
+    """Two sequences come back in one step: as much as their pages would lie on the device beside those, behind the step that
+    runs."""
+    before, device = computed(runner), runner.device
+    out = tuple(HostCopy(key=key, page_table=(PAGES,), num_tokens=21) for key in "ab")
+    runner.collect(runner.dispatch(Plan(step_id=1, offload=out)))
+    size = sum(array.nbytes for array in runner.export_tokens((PAGES,), 0, 1).arrays)
+    monkeypatch.setattr(host_copies, "MOST_BYTES", most * size)
+    lying, cache, import_piece, wait = [0], [None], device.import_piece, jax.block_until_ready
+
+    def imported(piece, where):
+        import_piece(piece, where)
+        lying[-1] += 1
+        cache[0] = device.pool._arrays
+
+    def waited(arrays):
+        assert arrays is cache[0], "all that was put there"
+        lying.append(0)
+        return wait(arrays)
+
+    monkeypatch.setattr(device, "import_piece", imported)
+    monkeypatch.setattr(jax, "block_until_ready", waited)
+    places = {"a": tuple(range(30, 36)), "b": ELSEWHERE}
+    back = tuple(HostCopy(key=key, page_table=(pages,), num_tokens=21) for key, pages in places.items())
+    handle = runner.dispatch(Plan(step_id=2, restore=back))
+    monkeypatch.undo()
+    runner.collect(handle)
+    assert lying == [most] * (6 // most)
+    for pages in places.values():
+        np.testing.assert_array_equal(kv(runner, pages), before)
+
+
 @pytest.mark.parametrize("num_tokens", [5, 8, 21])
 def test_a_copy_takes_the_bytes_of_its_tokens(runner, num_tokens):
     out = HostCopy(key="a", page_table=(PAGES,), num_tokens=num_tokens)
