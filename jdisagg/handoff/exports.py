@@ -7,8 +7,8 @@ wait, so a big piece is never overtaken for ever. A piece larger than the whole 
 A receiver that has two pieces or more out gets no more than what is free beside them: alone it fills half of the buffer, and
 one that stands still, or has a slow network, leaves room for others. Where several do, `standstill` says whose turn is over.
 
-Until it is published a piece lies on the device, and takes as much there as a whole chunk, however few tokens it has: of such
-ones no more are under way than it takes to fill the buffer.
+Until it is published a piece lies on the device, and takes as much there as a whole chunk, however few tokens it has; where
+both engines are in one process it stays there until it is discarded. Of such ones there are no more than fill the buffer.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class ExportQueue:
         self._turns: dict[str, dict[HandoffId, Source]] = {}  # by receiver: who may have something to cut; both in turn
         self._num_out: Counter[str] = Counter()  # pieces exported and not yet discarded, by receiver
         self._bytes_out: Counter[str] = Counter()
-        self._num_unpublished = 0
-        self._most_unpublished = -(-config.transfer_buffer_bytes // (config.transfer_chunk_tokens * bytes_per_token))
+        self._num_on_device = 0  # pieces
+        self._most_on_device = -(-config.transfer_buffer_bytes // (config.transfer_chunk_tokens * bytes_per_token))
 
     @property
     def buffered_bytes(self) -> int:
@@ -79,7 +79,7 @@ class ExportQueue:
             self._turns.setdefault(ready.receiver, {}).setdefault(ready.handoff, ready)
         actions: list[ExportAction] = []
         num_passed = 0  # receivers, in turn, that have their share
-        while num_passed < len(self._turns) and self._num_unpublished < self._most_unpublished:
+        while num_passed < len(self._turns) and self._num_on_device < self._most_on_device:
             receiver, sources = next(iter(self._turns.items()))
             found = self._next_of(sources)
             if found is None:
@@ -99,7 +99,7 @@ class ExportQueue:
             record.take(span, num_bytes, key)
             self._num_out[receiver] += 1
             self._bytes_out[receiver] += num_bytes
-            self._num_unpublished += 1
+            self._num_on_device += 1
             sources[record.handoff] = sources.pop(record.handoff)
             actions.append(Export(record.handoff, record.engine_request_id, *span, key))
         return actions
@@ -123,10 +123,10 @@ class ExportQueue:
         """Whether the receiver has enough out, so that others go first."""
         return bool(receiver) and self._num_out[receiver] >= 2 and self._bytes_out[receiver] + num_bytes > free_bytes
 
-    def published(self, piece: OutgoingPiece) -> list[ExportAction]:
-        """The piece can be fetched, and has left the device; others may be cut."""
-        piece.published = True
-        self._num_unpublished -= 1
+    def published(self, piece: OutgoingPiece, *, stays: bool = False) -> list[ExportAction]:
+        """The piece can be fetched. Unless it `stays` there it has left the device, and others may be cut."""
+        piece.published, piece.on_device = True, stays
+        self._num_on_device -= not stays
         return self.pump()
 
     def discard(self, record: Source, key: str) -> list[ExportAction]:
@@ -134,7 +134,7 @@ class ExportQueue:
         piece = record.pieces.pop(key, None)
         if piece is None:
             return []
-        self._num_unpublished -= not piece.published
+        self._num_on_device -= piece.on_device
         self._num_out[record.receiver] -= 1
         self._bytes_out[record.receiver] -= piece.num_bytes
         if not self._num_out[record.receiver]:

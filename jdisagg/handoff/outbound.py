@@ -51,6 +51,7 @@ class OutgoingPiece:
     end: int
     num_bytes: int
     published: bool = False
+    on_device: bool = True  # whole, as it was gathered
 
 
 @dataclass(slots=True)

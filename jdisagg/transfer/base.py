@@ -44,6 +44,7 @@ class Published:
 
     handoff: HandoffId
     ready: ChunkReady
+    stays: bool = False  # on the device, whole, until it is discarded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -52,6 +53,14 @@ def test_acknowledged_pieces_are_freed_and_the_last_one_ends_the_loan() -> None:
     assert side.on_message(H, Ack(key="k1"), 1.3) == []
     side.release(H)
     assert side.is_idle
+
+
+def test_pieces_that_stay_on_the_device_fill_the_buffer_until_p_has_them() -> None:
+    side = lender(settings=replace(CONFIG, transfer_buffer_bytes=2 * CONFIG.transfer_chunk_tokens * BPT))
+    side.on_message(H, replace(WANT, piece_tokens=1), 1.0)
+    assert spans(side.on_message(H, Grant(credit_bytes=1000), 1.0)) == [(2, 3), (3, 4)]
+    assert spans(side.on_published(H, ready("k0", 2, 3), 1.1, stays=True)) == []
+    assert spans(side.on_message(H, Ack(key="k0"), 1.2)) == [(4, 5)]
 
 
 def test_pieces_are_no_longer_than_p_can_take() -> None:

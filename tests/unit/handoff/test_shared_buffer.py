@@ -99,6 +99,23 @@ def test_small_pieces_on_the_device_fill_the_buffer_as_whole_chunks_do() -> None
     assert side.is_idle
 
 
+def test_pieces_that_stay_on_the_device_fill_the_buffer_until_they_are_discarded() -> None:
+    """Where P and D are in one process nothing leaves it before: each is a whole chunk there, however few tokens it has."""
+    side = prefill_side(TransferConfig(transfer_chunk_tokens=PIECE_TOKENS, transfer_buffer_bytes=2 * PIECE_TOKENS * BPT))
+    handoff = HandoffId("r", 1)
+    side.open(handoff, Open(request=request(5), held_tokens=0, backend="fake", max_piece_tokens=1), 0.0, "next door")
+    side.on_admitted(handoff, 0)
+    side.on_message(handoff, Grant(credit_bytes=5 * BPT), 0.0)
+    assert exports(side.on_computed("r#1", 5)) == [(0, 1), (1, 2)]
+    assert exports(side.on_published(handoff, ready("k0", 0, 1), 0.0, stays=True)) == []
+    assert exports(side.on_published(handoff, ready("k1", 1, 2), 0.0, stays=True)) == []
+    assert exports(side.on_message(handoff, Ack(key="k0"), 0.0)) == [(2, 3)]
+    assert exports(side.on_published(handoff, ready("k2", 2, 3), 0.0)) == [(3, 4)], "over another backend it leaves"
+    assert exports(side.on_message(handoff, Ack(key="k1"), 0.0)) == [(4, 5)]
+    assert side.release(handoff)
+    assert side.is_idle
+
+
 def test_two_pieces_are_always_let_go_when_there_is_room_for_them() -> None:
     prefill = Prefill(num_pieces_of_room=2)
     prefill.opened("only", 0)

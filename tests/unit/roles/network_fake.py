@@ -78,12 +78,15 @@ class Network:
 
 
 class FakePublisher:
-    """`published`: the ranges that it was given, in order. While `trouble` names a reason, the next ones fail for it."""
+    """`published`: the ranges that it was given, in order. While `trouble` names a reason, the next ones fail for it. With
+    `stays` pieces lie on the device until they are discarded; `most_held` of them there were."""
 
     def __init__(self, network: Network, inbox: Inbox, name: str = "fake") -> None:
         self.name = name
         self.published: list[tuple[int, int]] = []
         self.trouble: list[str] = []  # one piece each
+        self.stays = False
+        self.most_held = 0
         self._network = network
         self._inbox = inbox
         self._held: set[str] = set()
@@ -97,6 +100,7 @@ class FakePublisher:
             self._network.transfers.append(lambda: self._inbox.post(failed))
             return
         self._held.add(key)
+        self.most_held = max(self.most_held, len(self._held))
         count = piece.end - piece.begin
         ready = ChunkReady(
             key=key, begin=piece.begin, end=piece.end, shape=(1, count, 1, 1), dtype="float32",
@@ -106,7 +110,7 @@ class FakePublisher:
         def store() -> None:
             if key in self._held:
                 self._network.pieces[key] = piece
-                self._inbox.post(Published(handoff=handoff, ready=ready))
+                self._inbox.post(Published(handoff=handoff, ready=ready, stays=self.stays))
 
         self._network.transfers.append(store)
 

@@ -31,6 +31,21 @@ def test_second_turn_moves_and_computes_exactly_what_is_missing() -> None:
     assert world.decode.scheduler.stats.prefill_tokens == 0
 
 
+def test_what_d_lends_and_keeps_on_its_device_is_counted_there() -> None:
+    world, told = World(local_prefill=False, want_min_tokens=4), list[bool]()
+    on_published = world.lender.on_published
+
+    def note(*event: Any, stays: bool) -> Any:
+        told.append(stays)
+        return on_published(*event, stays=stays)
+
+    world.lender.on_published = note  # type: ignore[method-assign]
+    prompt = first_turn(world)
+    world.lent.stays = True
+    serve_second_turn(world, prompt)
+    assert told == [True, True]
+
+
 def test_third_turn_finds_what_was_borrowed_in_the_prefix_cache_of_p() -> None:
     world = World(local_prefill=False, want_min_tokens=4)
     prompt = first_turn(world, max_tokens=8)

@@ -126,3 +126,18 @@ def test_pieces_are_kept_for_a_receiver_that_takes_none_while_it_says_that_it_li
     world.settle()
     assert world.tokens("a") == expected(PROMPT, 6)
     assert world.wire.num_opened == (1 if is_alive else 2)
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_pieces_of_short_prompts_that_stay_on_the_device_are_few(stays: bool) -> None:
+    """Room for three chunks: their tokens would fill it with eight, and each takes as much of the device as a chunk."""
+    world, prompts = (
+        World(local_prefill=False, decode_pages=60, prefill_pages=60),
+        [tuple(range(n, n + 3)) for n in range(3, 11)],
+    )
+    world.publishers[0].stays = stays
+    for prompt in prompts:
+        world.submit(request(f"r{prompt[0]}", prompt, 2, ignore_eos=True))
+    world.settle()
+    assert [world.tokens(f"r{prompt[0]}") for prompt in prompts] == [expected(p, 2, ignore_eos=True) for p in prompts]
+    assert (world.publishers[0].most_held <= 3) == stays

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from jdisagg.kv.group import KVGroup
+from jdisagg.transfer.base import Published, TransferEvent
 from jdisagg.transfer.device_put import DevicePutPublisher, device_put_fetcher
-from tests.unit.transfer.rig import CHUNK_TOKENS, TARGET, Rig, piece, sharding, tokens
+from tests.unit.transfer.rig import CHUNK_TOKENS, TARGET, H, Rig, piece, sharding, tokens
 
 
 @pytest.mark.parametrize(("devices_p", "first_d", "devices_d"), [(1, 4, 4), (2, 4, 1), (1, 0, 1), (2, 0, 2), (4, 4, 2)])
@@ -37,3 +38,11 @@ def test_any_two_meshes_byte_exact_without_compiling_after_warm_up(
     source.data.delete()
     assert np.array_equal(np.asarray(got)[:, :5], sent), "it does not share the source's memory"
     rig.close()
+
+
+def test_a_published_piece_stays_on_the_device_and_says_so() -> None:
+    events: list[TransferEvent] = []
+    DevicePutPublisher(events.append).publish(H, "k", piece(tokens(5)))
+    (event,) = events
+    assert isinstance(event, Published)
+    assert event.stays
