@@ -19,9 +19,9 @@ from enum import Enum
 from typing import Any
 
 from jdisagg.core.config import TransferConfig
+from jdisagg.core.looks import Looks
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.credit import Credit, window_bytes_of
-from jdisagg.handoff.looks import Looks
 from jdisagg.handoff.messages import Ack, ChunkReady, Declined, HandoffId, Lending, Want
 from jdisagg.handoff.spans import Spans
 

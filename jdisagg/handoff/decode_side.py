@@ -18,6 +18,7 @@ from typing import Any
 
 from jdisagg.core.config import LocalPrefill, TransferConfig
 from jdisagg.core.errors import Overloaded, RequestError, Unavailable
+from jdisagg.core.looks import Looks
 from jdisagg.core.requests import EngineRequest
 from jdisagg.handoff import actions as act
 from jdisagg.handoff import messages as msg
@@ -27,7 +28,6 @@ from jdisagg.handoff.first_token import objection
 from jdisagg.handoff.inbound import Inbound, InboundStage
 from jdisagg.handoff.inbound_stream import InboundStream
 from jdisagg.handoff.ladder import Ladder, PeersNow, is_final, is_unfit
-from jdisagg.handoff.looks import Looks
 from jdisagg.handoff.messages import HandoffId, PrefillToDecode
 from jdisagg.handoff.recovery import Recovery
 from jdisagg.handoff.refetch import OUT_OF_TIME, cause_of, try_again

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jdisagg.core.config import TransferConfig
+from jdisagg.core.looks import Looks
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.exports import ExportAction, ExportQueue, unguessable_key
-from jdisagg.handoff.looks import Looks
 from jdisagg.handoff.messages import Ack, ChunkReady, Declined, Grant, HandoffId, Want
 from jdisagg.handoff.outbound import OutgoingPiece
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from jdisagg.core.config import TransferConfig
-from jdisagg.handoff.looks import Looks
+from jdisagg.core.looks import Looks
 from jdisagg.handoff.outbound import Outbound
 
 SLOWEST_BYTES_PER_S = 2**20  # of a network that is worth waiting for
