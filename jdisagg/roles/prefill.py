@@ -18,6 +18,7 @@ from math import inf
 from typing import Any
 
 from jdisagg.core.errors import RequestError, Unavailable
+from jdisagg.core.looks import Looks
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance
 from jdisagg.handoff import actions as act
@@ -67,7 +68,7 @@ class PrefillRole:
         self._records: dict[str, RequestRecord] = {}  # of live hand-offs, by engine request id
         self._num_computed = Counter[str]()  # tokens in steps so far, by engine request id, until the hand-off is over
         self._opened: dict[HandoffId, PeerOpened] = {}  # live hand-offs, as their D opened them
-        self._stuck_since_s: float | None = None  # prompts wait, none runs: computed ones hold the pages
+        self._stuck: Looks | None = None  # while prompts wait and none runs: computed ones hold the pages
 
     def admit(self, request: EngineRequest, now_s: float) -> None:
         """Only the self-test comes this way: a prompt whose KV nobody fetches."""
@@ -139,14 +140,16 @@ class PrefillRole:
 
     def _make_room(self, now_s: float) -> None:
         """When a whole step could start nobody, computed prompts whose D has no pages stand back, one per tick: at once for
-        one whose D holds pages, else after `STUCK_S`, since its D would have taken the memory just as well."""
+        one whose D holds pages, else after `STUCK_S`, since its D would have taken the memory just as well. What P stood still
+        meanwhile is no such pause: what D said is on its way."""
         counts = self._scheduler.counts()
         num_waiting = counts["waiting"] + counts["prealloc"]
         if not (num_waiting and counts["publishing"]) or counts["running"] or counts["transfer"]:
-            self._stuck_since_s = None
-        elif self._stuck_since_s is None:
-            self._stuck_since_s = now_s
-        elif now_s - self._stuck_since_s >= STUCK_S or self._handoffs.is_awaited:
+            self._stuck = None
+        elif self._stuck is None:
+            self._stuck = Looks(STUCK_S)
+            self._stuck.awake_s(now_s)
+        elif self._stuck.awake_s(now_s) >= STUCK_S or self._handoffs.is_awaited:
             parked = self._scheduler.park(self._handoffs.parkable())
             if parked is not None:
                 log.info("request %s: gave its pages to waiting prompts, its receiver has none yet", parked)

@@ -106,14 +106,14 @@ def test_nobody_takes_pages_for_a_peer_that_has_not_begun_though_the_one_before_
 STATES = ("waiting", "prealloc", "publishing", "running", "transfer")
 
 
-def asked_to_stand_back(monkeypatch: pytest.MonkeyPatch, *histories: str) -> list[float]:
+def asked_to_stand_back(monkeypatch: pytest.MonkeyPatch, *histories: str, still_s: float = 0.0) -> list[float]:
     """Seconds at which a prefill worker wants a computed prompt to give its pages back, of one tick per 0.1 s; a tick is the
-    states in which there is a prompt, comma separated."""
+    states in which there is a prompt, comma separated. `still_s`: it is stopped for so long behind the second one."""
     world, now_s, parks_s = World(), 0.0, list[float]()
     scheduler = world.prefill.scheduler
     monkeypatch.setattr(scheduler, "park", lambda parkable: parks_s.append(round(now_s, 1)))
     for number, states in enumerate(histories):
-        now_s = 0.1 * number
+        now_s = 0.1 * number + still_s * (number > 1)
         counts = dict.fromkeys(STATES, 0) | dict.fromkeys(states.split(","), 1)
         monkeypatch.setattr(scheduler, "counts", lambda counts=counts: counts)
         world.prefill_role.before_step(now_s)
@@ -134,6 +134,14 @@ def test_nobody_stands_back_while_something_moves_and_the_pause_begins_anew_behi
     stuck = "waiting,publishing"
     assert asked_to_stand_back(monkeypatch, *[moves] * 6) == []
     assert asked_to_stand_back(monkeypatch, stuck, stuck, moves, *[stuck] * 4) == [0.6]
+
+
+@pytest.mark.parametrize("still_s", [0.3, 60.0])
+def test_nobody_stands_back_for_a_pause_in_which_the_prefill_worker_itself_stood_still(
+    monkeypatch: pytest.MonkeyPatch, still_s: float
+) -> None:
+    parks_s = asked_to_stand_back(monkeypatch, *["waiting,publishing"] * 6, still_s=still_s)
+    assert parks_s == [still_s + 0.4, still_s + 0.5], "what its decode worker said meanwhile is on its way"
 
 
 @pytest.mark.covers("D14")
