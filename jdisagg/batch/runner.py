@@ -16,7 +16,8 @@ from jdisagg.batch import strict_json
 from jdisagg.batch.journal import CREATED, Journal, journal_path
 from jdisagg.batch.lines import BadLine, Call, open_input, read_lines
 from jdisagg.batch.results import answer_line, bad_answer_line, error_line, line_id
-from jdisagg.batch.sender import BadAnswer, Sender
+from jdisagg.batch.sender import Sender
+from jdisagg.batch.tries import BadAnswer
 from jdisagg.core.config import Config
 from jdisagg.core.errors import ConfigError
 

@@ -15,7 +15,9 @@ import httpx
 
 from jdisagg.batch import strict_json
 from jdisagg.batch.lines import Call
-from jdisagg.core.errors import ConfigError, JdisaggError, Unavailable
+from jdisagg.batch.tries import Absence, Answer, BadAnswer, NotNow, Tries
+from jdisagg.core.errors import ConfigError, Unavailable
+from jdisagg.core.looks import Looks
 from jdisagg.core.settings import API_KEY_VARIABLE
 
 log = logging.getLogger(__name__)
@@ -24,32 +26,11 @@ UNAUTHENTICATED = 401
 LOST = 502  # on its way, or by workers that went down with it
 LATE = 504  # its time is over
 RETRIED = frozenset({429, LOST, 503})  # "not now"
-Answer = tuple[int, dict[str, Any]]  # HTTP status, JSON object
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
-MOST_TIMES_TAKEN = 5  # and not answered, by a server that was there each time afterwards
-ALONE_FROM = 2  # times: once may be a restart, which is the fault of none of the many that it cut off
 PROBE_TIMEOUT_S = 10.0
-STOOD_STILL_S = 1.0  # that a sleep took longer than it was to: this process was stopped (Ctrl-Z, and fg), or starved
-LOOK_S = 1.0  # between two looks at that
+LOOK_S = 0.25  # between two looks at whether this process stood still (Ctrl-Z, and fg)
 MUCH = 0.1  # of the time that a request took: so much in which this process stood still is why it is late
 SILENT_S, TOLD_EVERY_S = 1.0, 30.0  # a wait is told of when it has lasted that long, whichever request's it is; and so often
 _SHOWN_BYTES = 200  # of an answer that is quoted in a message
-
-
-class BadAnswer(JdisaggError):
-    """A server that is there answers this request with nothing that can be kept; ends it and no other."""
-
-
-@dataclass(frozen=True)
-class _NotNow:
-    """Why to ask again."""
-
-    why: str
-    taken: bool = False  # the server had the request, then hung up or said nothing: it may be the request's fault
-    timed_out: bool = False
-    stood_still: bool = False  # this process did meanwhile: it is nobody's fault
-    retry_after_s: float = 0.0  # the server says: not before
-    answer: Answer | None = None  # to be kept, should the server go on to serve others and never this one
 
 
 class Sender:
@@ -61,7 +42,7 @@ class Sender:
         self._patience_s = patience_s
         self._served_s = float("-inf")  # when the latest request that was answered had been sent
         self._told_s = float("-inf")  # of a wait
-        self._still_s, self._woke_s = 0.0, float("-inf")  # for how long this process stood still, and when it last went on
+        self._looks = Looks(num_recent=0)
         self._num_asking = 0
         self._looking: asyncio.Task[None] | None = None  # while somebody asks
         self._suspect = asyncio.Lock()  # of requests that may bring the server down one is asked at a time
@@ -86,64 +67,61 @@ class Sender:
             return await self._insist(path, self._client.build_request("GET", path))
 
     async def _insist(self, what: str, request: httpx.Request) -> Answer:
-        refused_since_s, times_taken, times_still, pause_s = None, 0, 0, FIRST_PAUSE_S
+        tries, absence = Tries(), None
         while True:
             queued_s = self._now_s()
-            async with self._suspect if times_taken >= ALONE_FROM else nullcontext():
-                if refused_since_s is not None:
-                    refused_since_s += self._now_s() - queued_s
+            async with self._suspect if tries.is_suspect else nullcontext():
                 sent_s = self._now_s()
+                if absence is not None:  # it was not asked meanwhile
+                    absence.since_s += sent_s - queued_s
                 outcome = await self._once(request)
-                if not isinstance(outcome, _NotNow):
+                if not isinstance(outcome, NotNow):
                     self._served_s = max(self._served_s, sent_s)
                     return outcome
                 if outcome.taken:
                     await self._come_back(what, outcome.why)
             if outcome.taken:
-                if outcome.stood_still and times_still < MOST_TIMES_TAKEN:
-                    times_still += 1
-                else:
-                    times_taken += 1
-                    if outcome.answer is not None:
-                        return outcome.answer
-                    if outcome.timed_out or times_taken == MOST_TIMES_TAKEN:
-                        told = f"the server took the request {times_taken} times and answered others only: {outcome.why}"
-                        raise BadAnswer(told)
-                refused_since_s, pause_s = None, FIRST_PAUSE_S
-                continue
-            refused_since_s = self._now_s() if refused_since_s is None else refused_since_s
-            # a server that is busy with others will come to this one, too; one that loses it will lose it again
-            is_lost = outcome.answer is not None and outcome.answer[0] == LOST
-            since_s = refused_since_s if is_lost else max(refused_since_s, self._served_s)
-            if outcome.answer is not None and refused_since_s < self._served_s and since_s < self._now_s() - self._patience_s:
-                return outcome.answer
-            await self._pause(max(pause_s, outcome.retry_after_s), since_s, what, outcome.why)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                absence, kept = None, tries.add(outcome)
+            else:
+                absence = absence or Absence(self._now_s())
+                kept = await self._wait_out(absence, what, outcome)
+            if kept is not None:
+                return kept
 
     async def _come_back(self, what: str, why: str) -> None:
         """Wait until the server answers something. Raises Unavailable when it stays away."""
-        since_s, pause_s = self._now_s(), FIRST_PAUSE_S
+        absence = Absence(self._now_s())
         while away := await self._why_away():
-            await self._pause(pause_s, since_s, what, f"{why}; then {away}")
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            await self._pause(absence.pause_s(), absence.since_s, what, f"{why}; then {away}")
+
+    async def _wait_out(self, absence: Absence, what: str, outcome: NotNow) -> Answer | None:
+        """Before the server, which refused or was not there, is asked again. Returns the answer to keep, should it have gone on
+        to serve others and then nobody for so long; raises Unavailable where it served nobody."""
+        # one that is busy with others will come to this one, too; one that loses it will lose it again
+        is_lost = outcome.answer is not None and outcome.answer[0] == LOST
+        since_s = absence.since_s if is_lost else max(absence.since_s, self._served_s)
+        if outcome.answer is not None and absence.since_s < self._served_s and self._now_s() - since_s > self._patience_s:
+            return outcome.answer
+        await self._pause(absence.pause_s(outcome.retry_after_s), since_s, what, outcome.why)
+        return None
 
     async def _pause(self, pause_s: float, since_s: float, what: str, why: str) -> None:
         """Sleep, at most to the end of the patience with a server that is away since then. Raises Unavailable behind that."""
-        left_s = since_s + self._patience_s - self._now_s()
+        now_s = self._now_s()
+        left_s = since_s + self._patience_s - now_s
         if left_s <= 0:
             raise Unavailable(
                 f"{what}: no answer for {self._patience_s:g} s: {why}; "
                 "check the server, then run the same command again to go on from here"
             )
-        now_s = self._now_s()
         if now_s - since_s >= SILENT_S and now_s - self._told_s >= TOLD_EVERY_S:
             self._told_s = now_s
             log.warning("%s: %s; waiting for the server, up to %.0f s more", what, why, left_s)
-        await self._sleep(min(pause_s, left_s))
+        await asyncio.sleep(min(pause_s, left_s))
 
     def _now_s(self) -> float:
         """By a clock that stands still while this process does: that is no absence of the server's."""
-        return monotonic() - self._still_s
+        return self._looks.awake_s(monotonic())
 
     @contextmanager
     def _looked_at(self) -> Iterator[None]:
@@ -160,40 +138,33 @@ class Sender:
 
     async def _look(self) -> None:
         while True:
-            await self._sleep(LOOK_S)
+            self._now_s()
+            await asyncio.sleep(LOOK_S)
 
-    async def _sleep(self, seconds: float) -> None:
-        due_s = monotonic() + seconds
-        await asyncio.sleep(seconds)
-        if (woke_s := monotonic()) - due_s >= STOOD_STILL_S:
-            self._still_s += woke_s - max(due_s, self._woke_s)  # others slept, too
-            self._woke_s = woke_s
-
-    async def _once(self, request: httpx.Request) -> Answer | _NotNow:
+    async def _once(self, request: httpx.Request) -> Answer | NotNow:
         """The answer, or why to try again. Requests carry their seed, so sending one twice does no harm."""
-        sent_s, still_s = monotonic(), self._still_s
+        sent_s, awake_s = monotonic(), self._now_s()
         try:
             response = await self._client.send(request)
         except httpx.TransportError as error:
             taken = isinstance(error, httpx.ReadTimeout | httpx.ReadError | httpx.RemoteProtocolError)
-            stood_still = await self._stood_still(request, sent_s, still_s)
-            return _NotNow(_told(error), taken, isinstance(error, httpx.ReadTimeout), stood_still)
+            stood_still = self._stood_still(request, sent_s, awake_s)
+            return NotNow(_told(error), taken, isinstance(error, httpx.ReadTimeout), stood_still)
         except httpx.DecodingError as error:
             raise BadAnswer(f"the server's answer cannot be unpacked: {error}") from error
         why = f"HTTP {response.status_code}: {_shown(response.content)}"
         if response.status_code in RETRIED:
-            return _NotNow(why, retry_after_s=_retry_after_s(response), answer=_read_answer(response))
-        if response.status_code == LATE and await self._stood_still(request, sent_s, still_s):
-            return _NotNow(why, taken=True, stood_still=True, answer=_read_answer(response))
+            return NotNow(why, retry_after_s=_retry_after_s(response), answer=_read_answer(response))
+        if response.status_code == LATE and self._stood_still(request, sent_s, awake_s):
+            return NotNow(why, taken=True, stood_still=True, answer=_read_answer(response))
         return _read_answer(response)
 
-    async def _stood_still(self, request: httpx.Request, since_s: float, before_s: float) -> bool:
-        """Whether this process did for much of the time since then, when it had for `before_s` in all, or for so long that the
+    def _stood_still(self, request: httpx.Request, since_s: float, awake_s: float) -> bool:
+        """Whether this process did for much of the time since then, `awake_s` by the sender's clock, or for so long that the
         request had not all of its time."""
-        await asyncio.sleep(0)  # who looks at that wakes in the same turn of the loop, perhaps behind us
-        took_s, still_s = monotonic() - since_s, self._still_s - before_s
+        took_s, awake_s = monotonic() - since_s, self._now_s() - awake_s
         limit_s = request.extensions["timeout"]["read"] or inf
-        return still_s > MUCH * took_s or took_s - still_s < limit_s <= took_s
+        return took_s - awake_s > MUCH * took_s or awake_s < limit_s <= took_s
 
     async def _why_away(self) -> str:
         """Why the server is not there; "" = it is. Raises Unavailable when it refuses the API key."""

@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from jdisagg.batch.lines import Call
-from jdisagg.batch.sender import MOST_TIMES_TAKEN, BadAnswer, Sender
+from jdisagg.batch.sender import Sender
+from jdisagg.batch.tries import MOST_TIMES_TAKEN, BadAnswer
 from jdisagg.core.errors import Unavailable
 
 PATIENCE_S = 0.6
@@ -46,7 +47,7 @@ def now_s() -> float:
 
 @pytest.fixture(autouse=True)
 def _short_pauses_by_the_loop_s_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jdisagg.batch.sender.FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr("jdisagg.batch.tries.FIRST_PAUSE_S", 0.02)
     monkeypatch.setattr("jdisagg.batch.sender.monotonic", now_s)
 
 
