@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from jdisagg.api.status_details import details_metadata, end_call, read_retry_after_s, shown
 from jdisagg.core.errors import (
@@ -41,21 +43,13 @@ from jdisagg.core.told import MOST_CHARACTERS, told
 from jdisagg.core.trace import read_traceparent
 from jdisagg.v1 import common_pb2
 
+M = TypeVar("M", bound=Message)
 _MAX_DEADLINE_S = 30 * 86_400.0  # an infinite deadline is sent as a month
 
-_FINISH_TO_PROTO = {
-    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
-    FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
-    FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
-}
+_FINISH_TO_PROTO = {reason: getattr(common_pb2, f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 _FINISH_FROM_PROTO = {number: reason for reason, number in _FINISH_TO_PROTO.items()}
 
-_KIND_TO_PROTO = {
-    GrammarKind.JSON_SCHEMA: common_pb2.GRAMMAR_KIND_JSON_SCHEMA,
-    GrammarKind.REGEX: common_pb2.GRAMMAR_KIND_REGEX,
-    GrammarKind.LARK: common_pb2.GRAMMAR_KIND_LARK,
-}
+_KIND_TO_PROTO = {kind: getattr(common_pb2, f"GRAMMAR_KIND_{kind.name}") for kind in GrammarKind}
 _KIND_FROM_PROTO = {number: kind for kind, number in _KIND_TO_PROTO.items()}
 
 _IS_OPTIONAL = {name: field.has_presence for name, field in common_pb2.SamplingParams.DESCRIPTOR.fields_by_name.items()}
@@ -65,6 +59,19 @@ _ERROR_BY_NAME: dict[str, type[RequestError]] = {
     error.grpc_status: error
     for error in (InvalidRequest, ModelNotFound, Unauthenticated, Unavailable, DeadlineExceeded, Cancelled, HandoffLost)
 }
+
+
+# --- fields
+
+
+@cache
+def _named_alike(data: Any, message: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(data) if field.name in message.DESCRIPTOR.fields_by_name)
+
+
+def encode_fields(data: Any, message: type[M], **others: Any) -> M:
+    """A message with those fields of a dataclass that both name alike, and `others`: what is not there, or has another form."""
+    return message(**{name: getattr(data, name) for name in _named_alike(type(data), message)} | others)
 
 
 # --- errors
@@ -124,12 +131,8 @@ def remaining_ms(deadline_s: float, now_s: float) -> int:
 
 def encode_sampling(sampling: SamplingParams) -> common_pb2.SamplingParams:
     """Complete parameters: every field set."""
-    grammar = None if sampling.grammar is None else _encode_grammar(sampling.grammar)
-    return common_pb2.SamplingParams(**{**_values(sampling), "logit_bias": dict(sampling.logit_bias), "grammar": grammar})
-
-
-def _encode_grammar(grammar: Grammar) -> common_pb2.Grammar:
-    return common_pb2.Grammar(kind=_KIND_TO_PROTO[grammar.kind], text=grammar.text)
+    grammar = sampling.grammar and common_pb2.Grammar(kind=_KIND_TO_PROTO[sampling.grammar.kind], text=sampling.grammar.text)
+    return encode_fields(sampling, common_pb2.SamplingParams, logit_bias=dict(sampling.logit_bias), grammar=grammar)
 
 
 def _decode_grammar(message: common_pb2.Grammar) -> Grammar:
@@ -156,27 +159,10 @@ def given_sampling(message: common_pb2.SamplingParams) -> dict[str, Any]:
     return given
 
 
-def _values(data: SamplingParams | Provenance) -> dict[str, Any]:
-    return {field.name: getattr(data, field.name) for field in fields(data)}
-
-
 def encode_request(request: EngineRequest, now_s: float) -> common_pb2.EngineRequest:
     """`now_s` is this process's monotonic clock."""
-    return common_pb2.EngineRequest(
-        request_id=request.request_id,
-        attempt=request.attempt,
-        prompt_token_ids=request.prompt_token_ids,
-        generated_token_ids=request.generated_token_ids,
-        sampling=encode_sampling(request.sampling),
-        choice=request.choice,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-        fork_group=request.fork_group,
-        deadline_ms=remaining_ms(request.deadline_s, now_s),
-        prefill_peers=request.prefill_peers,
-        traceparent=request.traceparent,
-        num_asked=request.num_asked,
-    )
+    sampling, deadline_ms = encode_sampling(request.sampling), remaining_ms(request.deadline_s, now_s)
+    return encode_fields(request, common_pb2.EngineRequest, sampling=sampling, deadline_ms=deadline_ms)
 
 
 def decode_request(message: common_pb2.EngineRequest, now_s: float) -> EngineRequest:
@@ -224,8 +210,8 @@ def _decode_logprob(message: common_pb2.TokenLogprob) -> TokenLogprob:
 
 
 def encode_provenance(provenance: Provenance) -> common_pb2.Provenance:
-    """Field by field."""
-    return common_pb2.Provenance(**_values(provenance))
+    """All of it."""
+    return encode_fields(provenance, common_pb2.Provenance)
 
 
 def _decode_provenance(message: common_pb2.Provenance) -> Provenance:

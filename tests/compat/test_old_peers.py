@@ -21,7 +21,7 @@ from jdisagg.core.config import LocalPrefill, TransferConfig
 from jdisagg.core.requests import Output
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.events import FromPrefill
-from jdisagg.handoff.messages import Accepted, ChunkReady, Done, HandoffId, Open, Started, StreamEnded
+from jdisagg.handoff.messages import Accepted, ChunkReady, Done, HandoffId, MadeAtDecode, Open, Started, StreamEnded
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 from tests.compat.schema import FIRST, RECORDED, Peer
 from tests.unit.handoff.parties import Stream
@@ -61,9 +61,9 @@ class WiredWorld(World):
 
     def deliver_up(self, stream: Stream) -> None:
         message = stream.up.popleft()
-        wire = None if isinstance(message, StreamEnded) else encode_up(message)
+        wire = None if isinstance(message, StreamEnded | MadeAtDecode) else encode_up(message)
         reader = self._up.setdefault(stream.handoff, UpStream())
-        heard = [message] if wire is None else reader.read(self._old.relay(wire))  # None: made locally
+        heard = [message] if wire is None else reader.read(self._old.relay(wire))  # None: nothing that travels
         stream.up.extendleft(reversed(heard))
         for _ in heard:
             super().deliver_up(stream)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
+from jdisagg.api.codec import encode_fields
 from jdisagg.api.peer.identity_codec import decode_parts, encode_parts
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.fleet import Load, Member, ModelCard, Report, Standing
@@ -12,36 +15,18 @@ from jdisagg.v1 import fleet_pb2, peer_pb2, worker_pb2
 
 def encode_load(load: Load) -> worker_pb2.Load:
     """Field by field."""
-    return worker_pb2.Load(
-        running=load.running,
-        waiting=load.waiting,
-        free_pages=load.free_pages,
-        total_pages=load.total_pages,
-        pending_prefill_tokens=load.pending_prefill_tokens,
-    )
+    return encode_fields(load, worker_pb2.Load)
 
 
 def decode_load(message: worker_pb2.Load) -> Load:
     """Field by field."""
-    return Load(
-        running=message.running,
-        waiting=message.waiting,
-        free_pages=message.free_pages,
-        total_pages=message.total_pages,
-        pending_prefill_tokens=message.pending_prefill_tokens,
-    )
+    return Load(**{field.name: getattr(message, field.name) for field in fields(Load)})
 
 
 def encode_report(member: Member, report: Report) -> fleet_pb2.HeartbeatRequest:
     """A heartbeat of `member`."""
-    return fleet_pb2.HeartbeatRequest(
-        address=member.address,
-        epoch=member.epoch,
-        load=encode_load(report.load),
-        draining=report.draining,
-        not_ready=report.not_ready,
-        alone=report.alone,
-    )
+    load = encode_load(report.load)
+    return encode_fields(report, fleet_pb2.HeartbeatRequest, address=member.address, epoch=member.epoch, load=load)
 
 
 def decode_report(message: fleet_pb2.HeartbeatRequest) -> Report:
@@ -51,28 +36,17 @@ def decode_report(message: fleet_pb2.HeartbeatRequest) -> Report:
 
 def encode_member(member: Member) -> fleet_pb2.Member:
     """What a router needs to know of a worker; the rest of Identity is between P and D."""
-    return fleet_pb2.Member(
+    card, parts = member.card, encode_parts(member.fingerprint_parts)
+    return encode_fields(
+        member,
+        fleet_pb2.Member,
         role=member.role.value,
-        address=member.address,
-        identity=peer_pb2.Identity(
-            fingerprint=member.card.fingerprint,
-            fingerprint_parts=encode_parts(member.fingerprint_parts),
-            worker=member.worker,
-            epoch=member.epoch,
-            grammars=member.grammars,
-            bits=member.bits,
-        ),
-        model=member.card.name,
-        max_model_len=member.card.max_model_len,
-        vocab_size=member.card.vocab_size,
-        eos_token_ids=member.card.eos_token_ids,
+        identity=encode_fields(member, peer_pb2.Identity, fingerprint=card.fingerprint, fingerprint_parts=parts),
+        model=card.name,
+        max_model_len=card.max_model_len,
+        vocab_size=card.vocab_size,
+        eos_token_ids=card.eos_token_ids,
         load=encode_load(member.load),
-        draining=member.draining,
-        needs_prefill=member.needs_prefill,
-        text_digest=member.text_digest,
-        cache_tokens=member.cache_tokens,
-        not_ready=member.not_ready,
-        alone=member.alone,
     )
 
 
@@ -112,5 +86,5 @@ def decode_member(message: fleet_pb2.Member) -> Member:
 
 
 def encode_standing(standing: Standing) -> fleet_pb2.Standing:
-    """Field by field."""
-    return fleet_pb2.Standing(state=standing.state.value, why=standing.why, requests=standing.requests)
+    """Its state as a word."""
+    return encode_fields(standing, fleet_pb2.Standing, state=standing.state.value)

@@ -16,7 +16,7 @@ from functools import partial
 import grpc.aio
 
 from jdisagg.api.channels import MAX_REQUEST_BYTES
-from jdisagg.api.codec import encode_finish, encode_provenance, given_sampling, refuse
+from jdisagg.api.codec import encode_fields, encode_finish, encode_provenance, given_sampling, refuse
 from jdisagg.api.generation.choice import ChoiceResult, Delta, ScoredToken, Transcript, has_many_scores
 from jdisagg.api.generation.context_length import Prompt
 from jdisagg.api.generation.edge import Edge
@@ -85,22 +85,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def GetModel(
         self, request: generation_pb2.GetModelRequest, context: grpc.aio.ServicerContext
-    ) -> generation_pb2.GetModelResponse:
+    ) -> generation_pb2.GetModelResponse | None:
         """The served model; NOT_FOUND for another name, UNAVAILABLE at a router that no worker has registered with."""
         try:
             card = self._edge.card
             check_model(request.model, card)
         except JdisaggError as error:
-            refuse(context, error)
-            return generation_pb2.GetModelResponse()
-        return generation_pb2.GetModelResponse(
-            model=card.name,
-            max_model_len=card.max_model_len,
-            vocab_size=card.vocab_size,
-            eos_token_ids=card.eos_token_ids,
-            fingerprint=card.fingerprint,
-            has_chat_template=self._edge.tokenizer.chat is not None,
-        )
+            return refuse(context, error)
+        has_chat_template = self._edge.tokenizer.chat is not None
+        return encode_fields(card, generation_pb2.GetModelResponse, model=card.name, has_chat_template=has_chat_template)
 
 
 def read_generate(
@@ -147,12 +140,9 @@ def encode_delta(delta: Delta) -> generation_pb2.Delta:
 
 def encode_complete(transcript: Transcript) -> generation_pb2.Complete:
     """The whole result as a message."""
-    usage = transcript.usage
     return generation_pb2.Complete(
         choices=[_choice(choice) for choice in transcript.choices],
-        usage=generation_pb2.Usage(
-            prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens, cached_tokens=usage.cached_tokens
-        ),
+        usage=encode_fields(transcript.usage, generation_pb2.Usage),
     )
 
 

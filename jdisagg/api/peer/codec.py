@@ -6,8 +6,19 @@ An event this version does not know decodes to None, like a heartbeat: it shows 
 from __future__ import annotations
 
 from math import inf
+from typing import Any
 
-from jdisagg.api.codec import decode_error, decode_output, decode_request, encode_error, encode_output, encode_request
+from google.protobuf.message import Message
+
+from jdisagg.api.codec import (
+    decode_error,
+    decode_output,
+    decode_request,
+    encode_error,
+    encode_fields,
+    encode_output,
+    encode_request,
+)
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import Output
 from jdisagg.core.told import MOST_CHARACTERS, told
@@ -32,35 +43,26 @@ from jdisagg.v1 import common_pb2, peer_pb2
 DOWN_HEARTBEAT = peer_pb2.PrefillRequest(heartbeat=peer_pb2.PrefillRequest.Heartbeat())
 UP_HEARTBEAT = peer_pb2.PrefillResponse(heartbeat=peer_pb2.PrefillResponse.Heartbeat())
 MOST_COUNTED = 2**40  # tokens or bytes of one hand-off
+_EVENTS: dict[type, tuple[str, type[Message]]] = {  # how those travel that hold nothing but values, and a range of tokens
+    Grant: ("grant", peer_pb2.Grant),
+    Ack: ("ack", peer_pb2.Ack),
+    Want: ("want", peer_pb2.Want),
+    ChunkReady: ("chunk_ready", peer_pb2.ChunkReady),
+    Declined: ("declined", peer_pb2.Declined),
+    Accepted: ("accepted", peer_pb2.Accepted),
+    Started: ("started", peer_pb2.Started),
+    Parked: ("parked", peer_pb2.Parked),
+}
 
 
 def encode_down(message: Down, *, epoch: str, now_s: float, pulse: str = "") -> peer_pb2.PrefillRequest:
     """D -> P. Of Open: `epoch` is P's, from Hello; `pulse` is shared with the streams of the same one."""
-    match message:
-        case Open():
-            event = peer_pb2.Open(
-                request=encode_request(message.request, now_s),
-                held_tokens=message.held_tokens,
-                epoch=epoch,
-                pulse=pulse,
-                backend=message.backend,
-                backends=message.backends,
-                head_shards=message.head_shards,
-                max_piece_tokens=message.max_piece_tokens or 0,
-                lending=None if message.lending is None else _encode_lending(message.lending),
-                goes_on=message.goes_on,
-            )
-            return peer_pb2.PrefillRequest(open=event)
-        case Grant():
-            return peer_pb2.PrefillRequest(grant=peer_pb2.Grant(credit_bytes=message.credit_bytes))
-        case Ack():
-            return peer_pb2.PrefillRequest(ack=peer_pb2.Ack(key=message.key))
-        case Want():
-            return peer_pb2.PrefillRequest(want=_encode_want(message))
-        case ChunkReady():
-            return peer_pb2.PrefillRequest(chunk_ready=_encode_chunk(message))
-        case Declined():
-            return peer_pb2.PrefillRequest(declined=peer_pb2.Declined(reason=message.reason))
+    if isinstance(message, Open):
+        request = encode_request(message.request, now_s)
+        lending = None if message.lending is None else encode_fields(message.lending, peer_pb2.Lending)
+        event = encode_fields(message, peer_pb2.Open, request=request, lending=lending, epoch=epoch, pulse=pulse)
+        return peer_pb2.PrefillRequest(open=event)
+    return peer_pb2.PrefillRequest(**_as_event(message))
 
 
 def decode_down(message: peer_pb2.PrefillRequest, now_s: float) -> Down | None:
@@ -97,26 +99,14 @@ def decode_down(message: peer_pb2.PrefillRequest, now_s: float) -> Down | None:
 def encode_up(message: Up) -> peer_pb2.PrefillResponse:
     """P -> D."""
     match message:
-        case Accepted():
-            return peer_pb2.PrefillResponse(accepted=peer_pb2.Accepted(cached_tokens=message.cached_tokens))
-        case Started():
-            return peer_pb2.PrefillResponse(started=peer_pb2.Started())
-        case Parked():
-            return peer_pb2.PrefillResponse(parked=peer_pb2.Parked())
-        case ChunkReady():
-            return peer_pb2.PrefillResponse(chunk_ready=_encode_chunk(message))
         case Done():
             return peer_pb2.PrefillResponse(
                 done=peer_pb2.Done(first=encode_output(message.first), num_chunks=message.num_chunks)
             )
         case Refused():
             return peer_pb2.PrefillResponse(refused=peer_pb2.Refused(error=encode_error(message.error)))
-        case Want():
-            return peer_pb2.PrefillResponse(want=_encode_want(message))
-        case Grant():
-            return peer_pb2.PrefillResponse(grant=peer_pb2.Grant(credit_bytes=message.credit_bytes))
-        case Ack():
-            return peer_pb2.PrefillResponse(ack=peer_pb2.Ack(key=message.key))
+        case _:
+            return peer_pb2.PrefillResponse(**_as_event(message))
 
 
 def decode_up(message: peer_pb2.PrefillResponse) -> Up | None:
@@ -163,6 +153,14 @@ class UpStream:
         return [Started(), message] if implied else [message]
 
 
+def _as_event(message: Down | Up) -> dict[str, Any]:
+    """One of `_EVENTS` by its name."""
+    name, kind = _EVENTS[type(message)]
+    if isinstance(message, Want | ChunkReady):
+        return {name: encode_fields(message, kind, range=peer_pb2.Range(begin=message.begin, end=message.end))}
+    return {name: encode_fields(message, kind)}
+
+
 def _decode_first(message: common_pb2.Output) -> Output:
     """Its scores go to the client as they are, and no answer can be written with one that is no number or of no token. Its
     counts are added to those of other hand-offs, and no answer can be written with a sum of more than 63 bits."""
@@ -185,26 +183,8 @@ def _name(text: str) -> str:
     return text
 
 
-def _encode_lending(lending: Lending) -> peer_pb2.Lending:
-    return peer_pb2.Lending(address=lending.address, backend=lending.backend, dtype=lending.dtype)
-
-
 def _decode_lending(message: peer_pb2.Lending) -> Lending:
     return Lending(address=_name(message.address), backend=_name(message.backend), dtype=_name(message.dtype))
-
-
-def _encode_chunk(message: ChunkReady) -> peer_pb2.ChunkReady:
-    return peer_pb2.ChunkReady(
-        key=message.key,
-        range=peer_pb2.Range(begin=message.begin, end=message.end),
-        group=message.group,
-        shape=message.shape,
-        dtype=message.dtype,
-        num_bytes=message.num_bytes,
-        checksum=message.checksum,
-        backend=message.backend,
-        locator=message.locator,
-    )
 
 
 def _decode_chunk(message: peer_pb2.ChunkReady) -> ChunkReady:
@@ -223,17 +203,6 @@ def _decode_chunk(message: peer_pb2.ChunkReady) -> ChunkReady:
         group=message.group,
         backend=_name(message.backend),
         locator=_name(message.locator),
-    )
-
-
-def _encode_want(message: Want) -> peer_pb2.Want:
-    reach = peer_pb2.Range(begin=message.begin, end=message.end)
-    return peer_pb2.Want(
-        range=reach,
-        reason=message.reason,
-        group=message.group,
-        backend=message.backend,
-        piece_tokens=message.piece_tokens,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jdisagg.api.codec import encode_fields
 from jdisagg.core.fingerprint import Parts
 from jdisagg.core.told import told
 from jdisagg.handoff.identity import Backend, CacheGroup, Identity, Rank
@@ -11,38 +12,13 @@ from jdisagg.v1 import peer_pb2
 
 def encode_identity(identity: Identity) -> peer_pb2.Identity:
     """Field by field."""
-    groups = [
-        peer_pb2.CacheGroup(
-            num_layers=group.spec.num_layers,
-            num_kv_heads=group.spec.num_kv_heads,
-            features=group.spec.features,
-            dtype=group.spec.dtype,
-            kind=group.spec.kind,
-            window=group.spec.window or 0,
-            page_size=group.page_size,
-        )
-        for group in identity.groups
-    ]
-    ranks = [peer_pb2.Rank(endpoint=r.endpoint, head_begin=r.head_begin, head_end=r.head_end) for r in identity.ranks]
-    backends = [
-        peer_pb2.TransferBackend(
-            name=b.name, version=b.version, num_transport_addresses=b.num_transport_addresses, endpoint=b.endpoint or ""
-        )
-        for b in identity.backends
-    ]
-    return peer_pb2.Identity(
-        min_protocol=identity.min_protocol,
-        max_protocol=identity.max_protocol,
-        build=identity.build,
-        fingerprint=identity.fingerprint,
-        worker=identity.worker,
-        epoch=identity.epoch,
-        groups=groups,
-        ranks=ranks,
-        backends=backends,
+    return encode_fields(
+        identity,
+        peer_pb2.Identity,
+        groups=[encode_fields(group.spec, peer_pb2.CacheGroup, page_size=group.page_size) for group in identity.groups],
+        ranks=[encode_fields(rank, peer_pb2.Rank) for rank in identity.ranks],
+        backends=[encode_fields(backend, peer_pb2.TransferBackend) for backend in identity.backends],
         fingerprint_parts=encode_parts(identity.fingerprint_parts),
-        grammars=identity.grammars,
-        bits=identity.bits,
     )
 
 
