@@ -65,14 +65,12 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def ResetPrefixCache(
         self, request: admin_pb2.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext
-    ) -> admin_pb2.ResetPrefixCacheResponse:
+    ) -> admin_pb2.ResetPrefixCacheResponse | None:
         """Forget cached prefixes. UNIMPLEMENTED where there are none: UNAVAILABLE would invite to ask again."""
         if self._reset_prefix_cache is None:
-            end_call(context, grpc.StatusCode.UNIMPLEMENTED, _NO_PREFIX_CACHE)
-            return admin_pb2.ResetPrefixCacheResponse()
+            return end_call(context, grpc.StatusCode.UNIMPLEMENTED, _NO_PREFIX_CACHE)
         try:
             pages_freed = await self._reset_prefix_cache()
         except RequestError as error:
-            refuse(context, error)
-            return admin_pb2.ResetPrefixCacheResponse()
+            return refuse(context, error)
         return admin_pb2.ResetPrefixCacheResponse(pages_freed=pages_freed)

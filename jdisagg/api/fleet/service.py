@@ -80,7 +80,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
 
     async def Register(
         self, request: fleet_pb2.RegisterRequest, context: grpc.aio.ServicerContext
-    ) -> fleet_pb2.RegisterResponse:
+    ) -> fleet_pb2.RegisterResponse | None:
         """A worker is there."""
         try:
             member = decode_member(request.member)
@@ -89,8 +89,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
                 raise Unfit(why)
             self._registry.register(member)
         except (InvalidRequest, Unavailable) as error:
-            refuse(context, error)
-            return fleet_pb2.RegisterResponse()
+            return refuse(context, error)
         return fleet_pb2.RegisterResponse(
             heartbeat_ms=round(self._config.heartbeat_s * 1000), dead_after_ms=round(self._config.dead_after_s * 1000)
         )
@@ -104,11 +103,10 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
 
     async def Heartbeat(
         self, request: fleet_pb2.HeartbeatRequest, context: grpc.aio.ServicerContext
-    ) -> fleet_pb2.HeartbeatResponse:
+    ) -> fleet_pb2.HeartbeatResponse | None:
         """A worker is still there; NOT_FOUND asks it to register."""
         if not self._registry.heartbeat(request.address, request.epoch, decode_report(request)):
-            end_call(context, grpc.StatusCode.NOT_FOUND, f"{request.address} is not registered here; register again")
-            return fleet_pb2.HeartbeatResponse()
+            return end_call(context, grpc.StatusCode.NOT_FOUND, f"{request.address} is not registered here; register again")
         if self._leaving:
             self._told.add(request.address)
         peers = self._registry.prefill_for(request.address)

@@ -18,16 +18,10 @@ class NotHere(generation_pb2_grpc.GenerationServiceServicer):
         """Not here."""
         end_call(context, grpc.StatusCode.UNIMPLEMENTED, ASK_ELSEWHERE)
 
-    async def Abort(
-        self, request: generation_pb2.AbortRequest, context: grpc.aio.ServicerContext
-    ) -> generation_pb2.AbortResponse:
+    async def Abort(self, request: generation_pb2.AbortRequest, context: grpc.aio.ServicerContext) -> None:
         """Not here."""
         end_call(context, grpc.StatusCode.UNIMPLEMENTED, ASK_ELSEWHERE)
-        return generation_pb2.AbortResponse()
 
-    async def GetModel(
-        self, request: generation_pb2.GetModelRequest, context: grpc.aio.ServicerContext
-    ) -> generation_pb2.GetModelResponse:
+    async def GetModel(self, request: generation_pb2.GetModelRequest, context: grpc.aio.ServicerContext) -> None:
         """Not here."""
         end_call(context, grpc.StatusCode.UNIMPLEMENTED, ASK_ELSEWHERE)
-        return generation_pb2.GetModelResponse()
