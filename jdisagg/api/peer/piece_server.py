@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 
 from jdisagg.api.peer.piece_wire import FETCH, encode_part
 from jdisagg.api.status_details import end_call
+from jdisagg.transfer.grpc_backend import PieceStore
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 
 FETCH_PART_BYTES = 2**19  # halves of it cost a third more time; who reads over a slow network asks for less at a time
@@ -20,29 +20,20 @@ NO_PREFILL = "this address is no prefill worker's; look at the --advertise-host 
 _KEY_SHOWN = 200  # characters
 
 
-class PieceBytes(Protocol):
-    """Where published bytes are kept; `jdisagg.transfer.grpc_backend.PieceStore`."""
-
-    def get(self, key: str) -> Any | None:
-        """The piece's bytes (any contiguous buffer), or None when the key is unknown or discarded."""
-        ...
-
-
 class PieceServer(peer_pb2_grpc.PeerServiceServicer):
     """Fetch alone; who calls the other methods of PeerService is told that this is no prefill worker. Add it to a server with
     `add_peer_service`."""
 
-    def __init__(self, pieces: PieceBytes | None) -> None:
+    def __init__(self, pieces: PieceStore | None) -> None:
         """`pieces` is None when the grpc backend is not served."""
         self._pieces = pieces
 
     def drain(self) -> None:
         """Nothing new is taken on from now; what only lends has nothing to refuse."""
 
-    async def Hello(self, request: peer_pb2.HelloRequest, context: grpc.aio.ServicerContext) -> peer_pb2.HelloResponse:
+    async def Hello(self, request: peer_pb2.HelloRequest, context: grpc.aio.ServicerContext) -> peer_pb2.HelloResponse | None:
         """Not here."""
         end_call(context, grpc.StatusCode.UNIMPLEMENTED, NO_PREFILL)
-        return peer_pb2.HelloResponse()
 
     async def Prefill(
         self, request_iterator: AsyncIterator[peer_pb2.PrefillRequest], context: grpc.aio.ServicerContext

@@ -24,7 +24,7 @@ import grpc.aio
 from jdisagg.api.codec import refuse
 from jdisagg.api.peer.codec import decode_down
 from jdisagg.api.peer.identity_codec import decode_identity, encode_identity
-from jdisagg.api.peer.piece_server import PieceBytes, PieceServer
+from jdisagg.api.peer.piece_server import PieceServer
 from jdisagg.api.peer.posts import Post, Posts
 from jdisagg.api.peer.reply import StreamReply
 from jdisagg.api.peer.shared_pulse import Listener, SharedPulse
@@ -40,6 +40,7 @@ from jdisagg.handoff.events import PeerAlive, PeerMessage, PeerOpened
 from jdisagg.handoff.identity import Identity, Incompatible, agree
 from jdisagg.handoff.messages import HandoffId, Open, Refused, StreamEnded
 from jdisagg.text.grammar import Compiled, Grammars
+from jdisagg.transfer.grpc_backend import PieceStore
 from jdisagg.v1 import peer_pb2
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class PeerServer(PieceServer):
         identity: Identity,
         *,
         post: Post,
-        pieces: PieceBytes | None,
+        pieces: PieceStore | None,
         config: TransferConfig,
         grammars: Grammars | None = None,
     ) -> None:
@@ -81,27 +82,21 @@ class PeerServer(PieceServer):
         self._told_broken, self._told_unread = (Seldom(TOLD_EVERY_S, TOLD_FIRST) for _ in range(2))
         self._pulses: WeakValueDictionary[str, SharedPulse] = WeakValueDictionary()  # of those who have streams, by Open.pulse
         self._workers: dict[str, str] = {}  # by their connection, those that said Hello on it
-        self._num_streams = 0
+        self.num_streams = 0  # open ones, each of a hand-off
         self._draining = False
 
     def drain(self) -> None:
         """Say from now on that new hand-offs are refused; the engine refuses them. On the loop."""
         self._draining = True
 
-    @property
-    def num_streams(self) -> int:
-        """Open hand-off streams."""
-        return self._num_streams
-
-    async def Hello(self, request: peer_pb2.HelloRequest, context: grpc.aio.ServicerContext) -> peer_pb2.HelloResponse:
+    async def Hello(self, request: peer_pb2.HelloRequest, context: grpc.aio.ServicerContext) -> peer_pb2.HelloResponse | None:
         """Settle protocol and backend, or refuse with the field that does not match."""
         theirs = decode_identity(request.identity)
         try:
             agreement = agree(self._identity, theirs)
         except Incompatible as error:
             text = f"{self._identity.worker} cannot serve {theirs.worker}: {error}"
-            end_call(context, grpc.StatusCode.FAILED_PRECONDITION, text)
-            return peer_pb2.HelloResponse()
+            return end_call(context, grpc.StatusCode.FAILED_PRECONDITION, text)
         remember(self._workers, context.peer(), theirs.worker, MOST_CALLERS)
         return peer_pb2.HelloResponse(
             identity=encode_identity(self._identity),
@@ -124,13 +119,13 @@ class PeerServer(PieceServer):
         write = asyncio.create_task(reply.pump(context.write, self._config.heartbeat_s))
         posts = Posts(self._post)
         opening = asyncio.create_task(self._open(posts, PeerOpened(handoff, opened, context.peer(), reply)))
-        self._num_streams += 1
+        self.num_streams += 1
         try:
             try:
                 reason, unread = await self._converse(handoff, request_iterator, reply, write, pulse, post=posts.put)
                 cut_short = not write.done()
             finally:
-                self._num_streams -= 1
+                self.num_streams -= 1
                 opening.cancel()
                 reply.abandon()
                 posts.end(PeerMessage(handoff, StreamEnded(reason=reason)))
