@@ -38,6 +38,8 @@ from jdisagg.transfer.base import Fetcher, Piece, PieceArrived, PieceFailed, Pub
 class DecodeRole:
     """An EngineRole that executes what DecodeSide decides."""
 
+    num_guests = 0  # everything here is a client's
+
     def __init__(
         self,
         *,
@@ -216,11 +218,6 @@ class DecodeRole:
     def is_idle(self) -> bool:
         """No hand-off is alive."""
         return self._handoffs.is_idle and self._lending.is_idle
-
-    @property
-    def num_guests(self) -> int:
-        """Everything here is a client's."""
-        return 0
 
     def snapshot(self) -> dict[str, Any]:
         """Hand-offs of this worker."""

@@ -13,6 +13,9 @@ from jdisagg.sched.scheduler import Scheduler
 class UnifiedRole:
     """No hand-off at all."""
 
+    is_idle = True
+    num_guests = 0  # everything here is a client's
+
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
@@ -38,16 +41,6 @@ class UnifiedRole:
 
     def forget(self, request_id: str) -> None:
         """Nothing held outside the scheduler."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def num_guests(self) -> int:
-        """Everything here is a client's."""
-        return 0
 
     def snapshot(self) -> dict[str, Any]:
         """Nothing to show."""

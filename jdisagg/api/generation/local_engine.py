@@ -49,7 +49,7 @@ class LocalEngine:
         self._thread = thread
         self._grammars = grammars
         self._helpers = helpers
-        self._card = card
+        self.card = card
         self._not_ready_reason = not_ready_reason
         self._loop = asyncio.get_running_loop()
         self._mailboxes: dict[tuple[str, int], Mailbox[Output | RequestError]] = {}  # by request id and attempt
@@ -57,14 +57,9 @@ class LocalEngine:
         self._draining = False
         self._sink = partial(call_on, self._loop, self._deliver)  # one object: the engine groups a tick's outputs by sink
 
-    @property
-    def card(self) -> ModelCard:
-        """The served model."""
-        return self._card
-
     async def first_card(self, deadline_s: float) -> ModelCard:
         """`card`, at once."""
-        return self._card
+        return self.card
 
     # --- for WorkerService: requests that come as tokens from a router
 

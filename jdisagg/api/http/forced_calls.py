@@ -140,17 +140,14 @@ def _as_root(schema: dict[str, Any]) -> dict[str, Any]:
 class ForcedReader:
     """Text of one choice in, parts of its calls out, in OpenAI's form of deltas. A MessageReader."""
 
+    outcome = FORCED
+
     def __init__(self, forced: ForcedCall) -> None:
         self.nothing: str | None = None
         self._name = forced.name
         self._index = -1  # of the latest call
         self._before = ""  # what came since its arguments ended
         self._braces = Braces()  # of its arguments
-
-    @property
-    def outcome(self) -> str:
-        """See MessageReader."""
-        return FORCED
 
     def message(self, text: str) -> dict[str, Any]:
         """See MessageReader."""

@@ -83,12 +83,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._grammars = grammars
         self._config = config
         self._runs: dict[str, _RunStream] = {}  # by router, the newest
-        self._num_streams = 0
-
-    @property
-    def num_streams(self) -> int:
-        """Routers connected."""
-        return self._num_streams
+        self.num_streams = 0  # of routers that are connected
 
     async def Run(self, request_iterator: AsyncIterator[worker_pb2.RunRequest], context: grpc.aio.ServicerContext) -> None:
         """Serve one router until it goes away."""
@@ -98,11 +93,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         read = asyncio.create_task(run.read(request_iterator, pulse))
         write = asyncio.create_task(run.write(context))
         beat = asyncio.create_task(pulse.run(run.beat))
-        self._num_streams += 1
+        self.num_streams += 1
         try:
             done, _ = await asyncio.wait({read, write, beat, run.superseded}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._num_streams -= 1
+            self.num_streams -= 1
             if self._runs.get(run.router) is run:
                 del self._runs[run.router]
             run.end()
