@@ -16,15 +16,6 @@ MOST_COUNTED = 2  # intervals that one wake-up counts for, however late it comes
 QUIET_SHARE = 0.6  # of `dead_after_s`: with the defaults two heartbeats were missed
 
 
-def _nobody_cares(is_quiet: bool) -> None:
-    """Nothing is done before the other side is dead."""
-
-
-def _nobody_waits(silent_s: float) -> bool:
-    """Who is silent for `dead_after_s` is dead."""
-    return False
-
-
 class Pulse:
     """Beats every `heartbeat_s` while `run` runs; ends when nothing was heard for `dead_after_s`, later on a loop so slow that
     it misses its own wake-ups, or where somebody waits for it."""
@@ -34,8 +25,8 @@ class Pulse:
         *,
         heartbeat_s: float,
         dead_after_s: float,
-        on_quiet: Callable[[bool], None] = _nobody_cares,
-        waits: Callable[[float], bool] = _nobody_waits,
+        on_quiet: Callable[[bool], None] = lambda is_quiet: None,
+        waits: Callable[[float], bool] = lambda silent_s: False,
     ) -> None:
         """`on_quiet` hears True after QUIET_SHARE of `dead_after_s` in silence, and False when something comes after that.
         `waits` is asked at each wake-up from `dead_after_s` on, with the seconds of silence: True = not dead yet."""
@@ -45,12 +36,7 @@ class Pulse:
         self._waits = waits
         self._silent_s = 0.0
         self._counted_s = 0.0  # until when; monotonic
-        self._is_quiet = False
-
-    @property
-    def is_quiet(self) -> bool:
-        """What `on_quiet` was told last."""
-        return self._is_quiet
+        self.is_quiet = False  # what `on_quiet` was told last
 
     def heard(self) -> None:
         """Something came from the other side."""
@@ -81,6 +67,6 @@ class Pulse:
         return passed_s > most_s
 
     def _tell(self, is_quiet: bool) -> None:
-        if is_quiet is not self._is_quiet:
-            self._is_quiet = is_quiet
+        if is_quiet is not self.is_quiet:
+            self.is_quiet = is_quiet
             self._on_quiet(is_quiet)

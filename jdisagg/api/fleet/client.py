@@ -35,10 +35,6 @@ AFTER_BUG_S = 1.0  # what failed in this process fails again: the log says so on
 UNHEARD_S = 5.0  # until a router that never answered is told of: it may be starting as well
 
 
-def _nobody_listens(router: str, peers: tuple[str, ...]) -> None:
-    """Only decode workers use prefill workers."""
-
-
 @dataclass(slots=True)
 class _Router:
     """One that is kept: whether it knows us, and what the log has had of it since it did."""
@@ -61,13 +57,13 @@ class FleetClient:
         routers: tuple[str, ...],
         *,
         state: Callable[[], Report],
-        on_prefill: Callable[[str, tuple[str, ...]], None] = _nobody_listens,
+        on_prefill: Callable[[str, tuple[str, ...]], None] = lambda router, peers: None,
         credentials: Credentials = INSECURE,
         config: TransferConfig = TransferConfig(),
     ) -> None:
         """`state` is asked at every heartbeat and must not block. `on_prefill` hears after each which prefill workers that
-        router has for it. `config` is compared with the router's: who beats more slowly than the other waits is taken for
-        dead again and again."""
+        router has for it, which decode workers alone use. `config` is compared with the router's: who beats more slowly than
+        the other waits is taken for dead again and again."""
         self._member = member
         self._config = config
         self._state = state

@@ -33,10 +33,6 @@ from jdisagg.handoff.messages import DecodeToPrefill, HandoffId, Open, StreamEnd
 log = logging.getLogger(__name__)
 
 
-def _nobody_asks(peer: str) -> None:
-    """Nothing else is connected to the peer."""
-
-
 class GrpcPeerClient:
     """All of one D's hand-off streams and peer connections."""
 
@@ -48,7 +44,7 @@ class GrpcPeerClient:
         post: Callable[[FromPrefill], None],
         config: TransferConfig,
         credentials: Credentials = INSECURE,
-        on_down: Callable[[str], None] = _nobody_asks,
+        on_down: Callable[[str], None] = lambda peer: None,
     ) -> None:
         """`post` must be thread-safe and not block; `on_down` hears of a peer that is gone, or forgotten, on the
         loop; see PeerLinks."""
