@@ -33,7 +33,7 @@ class EngineThread:
         self._on_crash = on_crash
         self._crash: BaseException | None = None
         self._stopping = threading.Event()
-        self._frozen = threading.Event()
+        self.is_frozen = False  # test hook: there are no ticks, and the process goes on, as with a hung device
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -65,22 +65,14 @@ class EngineThread:
         began_s = self._tick_began_s
         return 0.0 if began_s is None else now_s - began_s
 
-    def freeze(self) -> None:
-        """Test hook: stop ticking without stopping the process, as a hung device would."""
-        self._frozen.set()
-
-    def thaw(self) -> None:
-        """Undo `freeze`."""
-        self._frozen.clear()
-
     def freeze_or_thaw(self) -> None:
-        """Test hook: the one of the two that changes something."""
-        (self.thaw if self._frozen.is_set() else self.freeze)()
+        """See `is_frozen`."""
+        self.is_frozen = not self.is_frozen
 
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
-                if self._frozen.is_set():
+                if self.is_frozen:
                     self._stopping.wait(0.05)
                     continue
                 self._tick_began_s = monotonic()

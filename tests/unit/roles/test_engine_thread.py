@@ -43,7 +43,7 @@ class Running:
 def running():
     made = Running()
     yield made
-    made.thread.thaw()
+    made.thread.is_frozen = False
     assert made.thread.stop(30.0)
 
 
@@ -71,7 +71,7 @@ def test_a_step_that_raises_tells_every_client_and_the_process(running: Running,
 
 
 def test_a_frozen_engine_is_unhealthy_after_five_seconds(running: Running) -> None:
-    running.thread.freeze()
+    running.thread.is_frozen = True
     time.sleep(0.1)
     now_s = time.monotonic()
     assert running.thread.unhealthy_reason(now_s) == ""

@@ -36,7 +36,7 @@ def two(request: pytest.FixtureRequest) -> Iterator[tuple[Deployment, list[Engin
         deployment.add_engine(core, UnifiedRole(engine.scheduler))
     yield deployment, engines
     for thread in deployment.engines:
-        thread.thaw()
+        thread.is_frozen = False
     deployment.stop()
     loop.close()
     assert not crashes
@@ -97,7 +97,7 @@ def test_the_state_is_that_of_both_and_of_one_while_the_other_stands_still(
         pages = [part["scheduler"]["prefix_cache"]["pages"] for part in (state, *state["helpers"])]
         assert pages == [0, 3], "the request was the helper's"
         monkeypatch.setattr(local_engine, "ANSWER_TIMEOUT_S", 0.1)
-        deployment.engines[0].freeze()
+        deployment.engines[0].is_frozen = True
         async with asyncio.timeout(WAIT_LIMIT_S):  # it answers what it had begun to wait for, and a busy front answers late
             while "error" not in (state := await front.debug_state())["helpers"][0] or "error" in state:
                 pass
@@ -116,7 +116,7 @@ def test_a_process_is_healthy_while_both_turn_over(
         front = LocalEngine(deployment.front, CARD, not_ready_reason=lambda: "", helpers=deployment.engines[:-1])
         assert front.health().ready
         monkeypatch.setattr(engine_thread, "STALLED_AFTER_S", 0.3)
-        deployment.engines[0].freeze()
+        deployment.engines[0].is_frozen = True
         await until(lambda: not front.health().healthy)
         assert "no tick has ended" in front.health().reason
 

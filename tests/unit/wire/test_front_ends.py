@@ -56,7 +56,7 @@ def test_an_id_that_two_front_ends_use_stays_with_the_first_whatever_the_second_
             await until(lambda: worker.num_posted == 4)
             await third.link.close()
             await until(lambda: worker.num_posted == 5)  # the end of its stream cancels what came on it
-            worker.thread.thaw()
+            worker.thread.is_frozen = False
             await until(lambda: first.ends() and second.ends())
             assert first.tokens("same") == expected((1, 2, 3), 20)
             assert first.ends() == [FinishReason.LENGTH]
@@ -82,7 +82,7 @@ def test_a_replay_of_one_router_never_ends_another_routers_request_of_that_id() 
             await until(lambda: worker.num_posted == 1)
             second.link.submit(replace(request("same", (4, 5), 9), attempt=1))
             await until(lambda: worker.num_posted == 2)
-            worker.thread.thaw()
+            worker.thread.is_frozen = False
             await until(lambda: first.ends() and second.ends())
             assert first.tokens("same") == expected((1, 2, 3), 20)
             (refused,) = second.outputs
@@ -107,7 +107,7 @@ def test_a_replay_on_a_new_stream_of_the_same_router_takes_the_place_of_the_olde
             again.link.submit(replace(request("same", (1, 2, 3), 20), attempt=1))
             await until(lambda: worker.num_posted == 5)  # both are cancelled, one comes
             await until(lambda: broken.downs, what=lambda: "who opens another stream has given up the first")
-            worker.thread.thaw()
+            worker.thread.is_frozen = False
             await until(again.ends)
             assert again.tokens("same") == expected((1, 2, 3), 20)
             assert broken.ends() == []
@@ -131,7 +131,7 @@ def test_a_front_end_that_goes_takes_its_own_requests_with_it() -> None:
             await until(lambda: worker.num_posted == 2)
             await goes.link.close()
             await until(lambda: worker.num_posted == 3)
-            worker.thread.thaw()
+            worker.thread.is_frozen = False
             await until(stays.ends)
             assert stays.tokens("stays") == expected((1, 2), 30)
             assert goes.outputs == []
@@ -151,7 +151,7 @@ def test_a_replay_of_a_router_without_a_name_ends_no_request_of_the_workers_own_
             await until(lambda: worker.num_posted == 1)
             router.link.submit(replace(request("same", (4, 5), 9), attempt=1))
             await until(lambda: worker.num_posted == 2)
-            worker.thread.thaw()
+            worker.thread.is_frozen = False
             assert (await own)[-1].finish is FinishReason.LENGTH
             await until(router.ends)
             assert isinstance(router.outputs[0].error, Unavailable)

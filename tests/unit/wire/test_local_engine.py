@@ -30,7 +30,7 @@ def test_a_stop_string_counts_as_a_stop_and_a_client_that_leaves_as_an_abort(eno
             sink: Callable[[list[Output]], None] = lambda outputs: None  # noqa: E731
             worker.local.submit(request("own", (1, 2), 40), sink)
             worker.local.cancel("own", 0, sink, enough=enough)
-            worker.thread.thaw()
+            worker.thread.is_frozen = False
             finished = worker.engine.metrics.requests.finished
             await until(lambda: finished.labels(reason=reason)._value.get() == 1)
 
@@ -94,7 +94,7 @@ def test_a_drain_waits_for_a_request_that_the_engine_has_not_looked_at_yet() -> 
             drained = asyncio.create_task(worker.local.drain(monotonic() + 10.0))
             assert await worker.local.drain(monotonic() + 0.1) == 1, "it cannot know that there is nothing"
             assert not drained.done()
-            worker.thread.thaw()
+            worker.thread.is_frozen = False
             assert await drained == 0
             assert (await asked)[-1].finish is FinishReason.LENGTH
 
@@ -115,7 +115,7 @@ def test_outputs_of_one_tick_cross_to_the_loop_together() -> None:
             await worker.freeze()
             asked = [asyncio.create_task(everything(worker, f"r{number}")) for number in range(3)]
             await until(lambda: worker.num_posted == 3)
-            worker.thread.thaw()
+            worker.thread.is_frozen = False
             await asyncio.gather(*asked)
             assert max(sizes) == 3
 
@@ -133,6 +133,6 @@ def test_a_request_of_whose_engine_nothing_is_heard_ends_behind_its_deadline(mon
                 async with asyncio.timeout(WAIT_LIMIT_S):
                     await anext(worker.local.generate(asked))
             await until(lambda: worker.num_posted == 2)  # the request, and that nobody waits for it
-            worker.thread.thaw()
+            worker.thread.is_frozen = False
 
     checked(body)

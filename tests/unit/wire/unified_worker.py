@@ -73,7 +73,7 @@ class Worker:
 
     async def freeze(self) -> None:
         """The engine looks at nothing until it is thawed."""
-        self.thread.freeze()
+        self.thread.is_frozen = True
         await asyncio.sleep(3 * IDLE_WAIT_S)  # an idle tick may be waiting for a first message
         assert self.num_posted == 0
 
@@ -94,7 +94,7 @@ async def working() -> AsyncIterator[Worker]:
         assert worker.engine.scheduler.num_free_pages == worker.engine.scheduler.num_pages
     finally:
         await server.stop(0)
-        worker.thread.thaw()
+        worker.thread.is_frozen = False
         assert await asyncio.to_thread(worker.thread.stop, 5.0)
     assert not worker.crashes
 
