@@ -15,7 +15,7 @@ def start_in(tasks: set[asyncio.Task[None]], coroutine: Coroutine[Any, Any, None
     task.add_done_callback(tasks.discard)
 
 
-async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
+async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
     """Cancel tasks and wait until they are gone; their own errors are dropped, the caller knows why it stops them."""
     for task in tasks:
         task.cancel()

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from jdisagg.api.http.errors import error_object
 from jdisagg.api.http.plain_chunks import encode_event
+from jdisagg.api.tasks import cancel_and_wait
 from jdisagg.core.errors import Cancelled, JdisaggError
 
 T = TypeVar("T")
@@ -34,9 +35,7 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
             return working.result()
         raise Cancelled("the client disconnected")
     finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+        await cancel_and_wait(working, watching)
 
 
 async def _disconnected(receive: Receive) -> None:

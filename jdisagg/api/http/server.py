@@ -17,6 +17,7 @@ from jdisagg.api.channels import join_address
 from jdisagg.api.http.crowd import Crowd
 from jdisagg.api.http.protocol import Protocol
 from jdisagg.api.listening import BACKLOG
+from jdisagg.api.tasks import cancel_and_wait
 from jdisagg.core.errors import ConfigError
 
 _START_TIMEOUT_S = 10.0
@@ -37,6 +38,7 @@ class HttpServer:
         listener.setblocking(False)
         self._listener = listener
         self.host, self.port = listener.getsockname()[:2]
+        self.address = join_address(self.host, self.port)
         config = uvicorn.Config(
             app,
             loop="none",
@@ -52,11 +54,6 @@ class HttpServer:
         )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def address(self) -> str:
-        """HOST:PORT."""
-        return join_address(self.host, self.port)
 
     async def start(self) -> None:
         """Return when connections are accepted."""
@@ -80,8 +77,7 @@ class HttpServer:
         try:
             done, _ = await asyncio.wait([task], timeout=timeout_s + 5.0)
             if not done:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+                await cancel_and_wait(task)
             else:
                 task.result()
         finally:

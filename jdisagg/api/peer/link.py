@@ -16,6 +16,7 @@ from jdisagg.api.channels import Credentials, may_have_left, open_channel
 from jdisagg.api.peer.identity_codec import decode_identity, encode_identity
 from jdisagg.api.peer.ports import PeerPorts, Reached
 from jdisagg.api.peer.shared_pulse import SharedPulse
+from jdisagg.api.tasks import cancel_and_wait
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
 from jdisagg.core.told import told
@@ -149,8 +150,7 @@ class PeerLink:
     async def close(self) -> None:
         """Close the channel and whatever runs on it."""
         if self._hello is not None:
-            self._hello.cancel()
-            await asyncio.gather(self._hello, return_exceptions=True)
+            await cancel_and_wait(self._hello)
         await self._ports.close()
         await self._hang_up(self._channel)
 

@@ -105,8 +105,7 @@ class WorkerLink:
     async def close(self) -> None:
         """Abandon, then end the stream and the channel."""
         self.abandon()
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await cancel_and_wait(self._task)
 
     async def _run(self, credentials: Credentials) -> None:
         channel = open_channel(self.address, credentials, reads_ahead=False)  # what waits at the worker becomes less
