@@ -19,8 +19,8 @@ from jdisagg.api.api_key import is_bearer_of
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.not_here import ASK_ELSEWHERE
 from jdisagg.api.generation.token_engine import TokenEngine
-from jdisagg.api.http.chat import ChatCompletions
-from jdisagg.api.http.completions import Completions
+from jdisagg.api.http.chat import answer_chat
+from jdisagg.api.http.completions import answer_completion
 from jdisagg.api.http.errors import error_response, plain_error
 from jdisagg.api.http.foreign_pages import ForeignPages
 from jdisagg.api.http.openapi import openapi_document
@@ -90,21 +90,21 @@ def _completion_routes(edge: Edge) -> list[Route]:
     return [
         Route("/v1/models", tokens.models),
         Route("/v1/models/{name:path}", tokens.model),
-        Route("/v1/completions", _counted(Completions(edge).respond, edge, turns), methods=["POST"]),
-        Route("/v1/chat/completions", _counted(ChatCompletions(edge).respond, edge, turns), methods=["POST"]),
+        Route("/v1/completions", _counted(answer_completion, edge, turns), methods=["POST"]),
+        Route("/v1/chat/completions", _counted(answer_chat, edge, turns), methods=["POST"]),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
         Route("/openapi.json", openapi),
     ]
 
 
-def _counted(respond: Endpoint, edge: Edge, turns: Turns) -> Endpoint:
-    """`respond`, a few calls at a time, whose refusals count as requests that ended so."""
+def _counted(respond: Callable[[Edge, Request], Awaitable[Response]], edge: Edge, turns: Turns) -> Endpoint:
+    """`respond` of `edge`, a few calls at a time, whose refusals count as requests that ended so."""
 
     async def responding(request: Request) -> Response:
         await turns.wait()
         try:
-            return await respond(request)
+            return await respond(edge, request)
         except RequestError as error:
             edge.refused(error)
             raise

@@ -45,11 +45,6 @@ class Body:
         self.is_long = num_bytes > _INLINE_BYTES
         self._known: set[str] = set()  # what was asked for
 
-    @property
-    def is_given(self) -> bool:
-        """Whether there is any field."""
-        return bool(self._fields)
-
     def get(self, name: str) -> Any:
         """The raw value; None when absent."""
         self._known.add(name)

@@ -44,29 +44,21 @@ from jdisagg.core.trace import TRACEPARENT, read_traceparent
 _MESSAGE = {"role": "assistant", "content": None, "refusal": None}  # beside what its reader has
 
 
-class ChatCompletions:
-    """The endpoint."""
-
-    def __init__(self, edge: Edge) -> None:
-        self._edge = edge
-
-    async def respond(self, request: Request) -> Response:
-        """Answer one request, streamed or whole."""
-        body = await read_body(request)
-        options = read_options(body, provenance=wants_provenance(request))
-        num_top = _read_top_logprobs(body)
-        trace, request_id = read_traceparent(request.headers.get(TRACEPARENT)), request_id_of(request, body)
-        read = partial(
-            read_chat, body, self._edge, num_top, request_id=request_id, traceparent=trace, arrived_s=time.monotonic()
-        )
-        text_request = await self._edge.long_texts.run(read, body.num_bytes) if body.is_long else read()
-        job = await while_connected(request.receive, _admit(self._edge, text_request, body))
-        answer = _Answer(self._edge, job, options, num_top=num_top, make_reader=reader_of(body, self._edge))
-        del body, read, text_request  # of megabytes perhaps, and the answer may take minutes
-        if options.stream:
-            return await open_stream(request, answer.events())
-        transcript = await while_connected(request.receive, self._edge.complete(job))
-        return await whole_response(self._edge, transcript, answer.whole)
+async def answer_chat(edge: Edge, request: Request) -> Response:
+    """Answer one request, streamed or whole."""
+    body = await read_body(request)
+    options = read_options(body, provenance=wants_provenance(request))
+    num_top = _read_top_logprobs(body)
+    trace, request_id = read_traceparent(request.headers.get(TRACEPARENT)), request_id_of(request, body)
+    read = partial(read_chat, body, edge, num_top, request_id=request_id, traceparent=trace, arrived_s=time.monotonic())
+    text_request = await edge.long_texts.run(read, body.num_bytes) if body.is_long else read()
+    job = await while_connected(request.receive, _admit(edge, text_request, body))
+    answer = _Answer(edge, job, options, num_top=num_top, make_reader=reader_of(body, edge))
+    del body, read, text_request  # of megabytes perhaps, and the answer may take minutes
+    if options.stream:
+        return await open_stream(request, answer.events())
+    transcript = await while_connected(request.receive, edge.complete(job))
+    return await whole_response(edge, transcript, answer.whole)
 
 
 def read_chat(

@@ -38,31 +38,25 @@ from jdisagg.core.requests import SamplingParams
 from jdisagg.core.trace import TRACEPARENT, read_traceparent
 
 
-class Completions:
-    """The endpoint."""
-
-    def __init__(self, edge: Edge) -> None:
-        self._edge = edge
-
-    async def respond(self, request: Request) -> Response:
-        """Answer one request, streamed or whole."""
-        body = await read_body(request)
-        options = read_options(body, provenance=wants_provenance(request))
-        trace = read_traceparent(request.headers.get(TRACEPARENT))
-        text_request = read_completion(body, self._edge.defaults, request_id_of(request, body), traceparent=trace)
-        job = await while_connected(request.receive, _admit(self._edge, text_request, body))
-        answer = _Answer(
-            self._edge,
-            job,
-            options,
-            num_top=text_request.sampling.logprobs,
-            num_prompt_top=body.integer("prompt_logprobs"),
-        )
-        del body, text_request  # of megabytes perhaps, and the answer may take minutes
-        if options.stream:
-            return await open_stream(request, answer.events())
-        transcript = await while_connected(request.receive, self._edge.complete(job))
-        return await whole_response(self._edge, transcript, answer.whole)
+async def answer_completion(edge: Edge, request: Request) -> Response:
+    """Answer one request, streamed or whole."""
+    body = await read_body(request)
+    options = read_options(body, provenance=wants_provenance(request))
+    trace = read_traceparent(request.headers.get(TRACEPARENT))
+    text_request = read_completion(body, edge.defaults, request_id_of(request, body), traceparent=trace)
+    job = await while_connected(request.receive, _admit(edge, text_request, body))
+    answer = _Answer(
+        edge,
+        job,
+        options,
+        num_top=text_request.sampling.logprobs,
+        num_prompt_top=body.integer("prompt_logprobs"),
+    )
+    del body, text_request  # of megabytes perhaps, and the answer may take minutes
+    if options.stream:
+        return await open_stream(request, answer.events())
+    transcript = await while_connected(request.receive, edge.complete(job))
+    return await whole_response(edge, transcript, answer.whole)
 
 
 def read_completion(body: Body, defaults: SamplingParams, request_id: str, *, traceparent: str = "") -> TextRequest:
@@ -171,16 +165,7 @@ class _Answer:
         return self._event(delta, transcript)
 
     def _event(self, delta: Delta, transcript: Transcript) -> dict[str, Any]:
-        part = ChoiceResult(
-            index=delta.index,
-            texts=[delta.text],
-            token_ids=list(delta.token_ids),
-            logprobs=list(delta.logprobs),
-            prompt_logprobs=list(delta.prompt_logprobs),
-            finish=delta.finish,
-            stop=delta.stop,
-        )
-        event = self._envelope([self._choice(part, shows_prompt=delta.index not in self._begun)], transcript)
+        event = self._envelope([self._choice(delta, shows_prompt=delta.index not in self._begun)], transcript)
         self._begun.add(delta.index)
         if self._options.continuous_usage:
             event["usage"] = usage_object(transcript.usage)
@@ -200,7 +185,7 @@ class _Answer:
             "choices": choices,
         }
 
-    def _choice(self, choice: ChoiceResult, *, shows_prompt: bool) -> dict[str, Any]:
+    def _choice(self, choice: ChoiceResult | Delta, *, shows_prompt: bool) -> dict[str, Any]:
         shown: dict[str, Any] = {
             "index": choice.index,
             "text": choice.text,
@@ -208,12 +193,12 @@ class _Answer:
             "finish_reason": choice.finish.value if choice.finish else None,
             "stop_reason": choice.stop,
         }
-        echoed = choice.prompt_logprobs if self._job.echo_texts is not None else []
+        echoed = choice.prompt_logprobs if self._job.echo_texts is not None else ()
         if self._num_top is not None:
             shown["logprobs"] = completion_logprobs(self._edge.tokenizer, [*echoed, *choice.logprobs], self._num_top)
         if choice.prompt_logprobs and self._num_prompt_top is not None:
             shown["prompt_logprobs"] = prompt_logprobs(self._edge.tokenizer, choice.prompt_logprobs, self._num_prompt_top)
         if self._options.return_token_ids:
-            shown["token_ids"] = choice.token_ids
+            shown["token_ids"] = list(choice.token_ids)
             shown["prompt_token_ids"] = list(self._job.requests[choice.index].prompt_token_ids) if shows_prompt else None
         return shown

@@ -32,9 +32,9 @@ class ResponseOptions:
 
 def read_options(body: Body, *, provenance: bool) -> ResponseOptions:
     """`stream`, `stream_options`, `return_token_ids`."""
-    stream = body.boolean("stream")
-    stream_options = Body(body.object("stream_options"), where="stream_options.")
-    if stream_options.is_given and not stream:
+    stream, given = body.boolean("stream"), body.object("stream_options")
+    stream_options = Body(given, where="stream_options.")
+    if given and not stream:
         raise InvalidRequest("stream_options: is allowed only with stream=true", field="stream_options")
     include_usage = stream_options.boolean("include_usage")
     continuous_usage = stream_options.boolean("continuous_usage_stats")
