@@ -9,30 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sized
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from jdisagg.api.tasks import start_in
+from jdisagg.core.requests import Output
+from jdisagg.v1 import common_pb2
 
 log = logging.getLogger(__name__)
 
 LONG_POSITIONS = 256  # scored tokens: with alternatives, some milliseconds to convert or to write
-
-
-class AnyOutput(Protocol):
-    """An Output, or its message."""
-
-    @property
-    def request_id(self) -> str: ...
-
-    @property
-    def attempt(self) -> int: ...
-
-    @property
-    def prompt_logprobs(self) -> Sized | None: ...
-
-
-From = TypeVar("From", bound=AnyOutput)
+From = TypeVar("From", Output, common_pb2.Output)
 To = TypeVar("To")
 
 
@@ -99,7 +86,7 @@ class InOrder(Generic[From, To]):
             self._bug = error
 
 
-def is_long(output: AnyOutput) -> bool:
+def is_long(output: Output | common_pb2.Output) -> bool:
     """Whether to convert it takes longer than an event loop may stand still."""
     scored = output.prompt_logprobs  # of a message, each look makes an object
     return scored is not None and len(scored) > LONG_POSITIONS

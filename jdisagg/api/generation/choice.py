@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from jdisagg.api.in_order import LONG_POSITIONS
@@ -65,14 +65,12 @@ def in_fewer(items: Sequence[Delta | T]) -> Sequence[Delta | T]:
 
 
 def _join(first: Delta, then: Delta) -> Delta:
-    return Delta(
-        index=first.index,
+    return replace(
+        then,
         text=first.text + then.text,
         token_ids=first.token_ids + then.token_ids,
         logprobs=first.logprobs + then.logprobs,
         prompt_logprobs=first.prompt_logprobs + then.prompt_logprobs,
-        finish=then.finish,
-        stop=then.stop,
         provenance=then.provenance or first.provenance,
         cached_tokens=max(first.cached_tokens, then.cached_tokens),
         fingerprint=then.fingerprint or first.fingerprint,

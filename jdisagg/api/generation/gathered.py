@@ -7,6 +7,7 @@ the engine's thread observes, TTFT and inter-token latency, is of single tokens 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import TypeVar
 
@@ -41,15 +42,11 @@ def in_one(items: Sequence[Output | RequestError]) -> Output | RequestError:
 def _joined(outputs: Sequence[Output]) -> Output:
     last = outputs[-1]
     scored = [output.logprobs for output in outputs if output.logprobs is not None]
-    return Output(
-        request_id=last.request_id,
-        attempt=last.attempt,
+    return replace(
+        last,
         token_ids=tuple(chain.from_iterable(output.token_ids for output in outputs)),
         logprobs=tuple(chain.from_iterable(scored)) if scored else None,
         prompt_logprobs=_latest(output.prompt_logprobs for output in outputs),
-        finish=last.finish,
-        stop_token_id=last.stop_token_id,
-        error=last.error,
         cached_tokens=max(output.cached_tokens for output in outputs),
         provenance=_latest(output.provenance for output in outputs),
         fingerprint=_latest(output.fingerprint for output in outputs),
