@@ -56,8 +56,7 @@ class HealthReporter:
                 await asyncio.sleep(AFTER_BUG_S)
 
     async def _report(self) -> None:
-        status = self._status()
-        await self._set(serving=status.serves)
+        await self._set(serving=self._status().serves)
 
     async def _set(self, *, serving: bool) -> None:
         value = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING

@@ -7,7 +7,7 @@ one Hello or one stream while other streams hear it: these have heartbeats, and 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from jdisagg.api.peer.link import PeerLink
@@ -72,11 +72,8 @@ class PeerLinks:
         """Of a link that was given up, once: now, unless something hears the peer all the same."""
         if link not in self._untold:
             return
-        others = [other for other in self._at(link.peer) if other is not link]
+        others = [one for one in (*self._current.values(), *self._retiring) if one.peer == link.peer and one is not link]
         if any(other.has_streams for other in others) or (link.has_streams and not is_gone):
             return
         self._untold.difference_update((link, *others))
         self._on_down(link.peer)
-
-    def _at(self, peer: str) -> Iterator[PeerLink]:
-        yield from (link for link in (*self._current.values(), *self._retiring) if link.peer == peer)

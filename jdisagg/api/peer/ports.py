@@ -69,8 +69,9 @@ class PeerPorts:
             self._end()
             self._unreached = {}
         self._endpoints = {b.name: b.endpoint for b in theirs.backends if b.endpoint is not None}
-        given_up = self._given_up(agreed, begins=begins)
-        agreed = tuple(name for name in agreed if name not in {port.backend for port in given_up}) or agreed
+        left_out = [name for name in agreed if self._is_left_out(name, begins=begins)]
+        given_up = [Unreachable(name, "", self._unreached[name].why) for name in left_out]
+        agreed = tuple(name for name in agreed if name not in left_out) or agreed
         ports = {name: self._proof(endpoint) for name, endpoint in self._endpoints.items() if name in agreed}
         if (first := ports.get(agreed[0])) is not None:
             await first.tried()
@@ -89,9 +90,6 @@ class PeerPorts:
             if proof is not None:
                 proof.task.cancel()
             self._proofs[endpoint] = _Proof(endpoint, self._names, why)
-
-    def _given_up(self, agreed: tuple[str, ...], *, begins: bool) -> list[Unreachable]:
-        return [Unreachable(name, "", self._unreached[name].why) for name in agreed if self._is_left_out(name, begins=begins)]
 
     def _is_left_out(self, backend: str, *, begins: bool) -> bool:
         """When its time is over one hand-off tries it again, and unless it fails the others do after a while."""
