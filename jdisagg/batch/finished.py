@@ -8,7 +8,7 @@ from typing import Any
 
 from jdisagg.batch import strict_json
 from jdisagg.batch.journal import Journal, journal_path
-from jdisagg.batch.results import is_output_line, line_id, stays
+from jdisagg.batch.results import is_output_line, line_id, stays, weights_of
 from jdisagg.batch.runner import Batch, Finished
 from jdisagg.batch.sender import Served
 from jdisagg.core.errors import ConfigError
@@ -33,10 +33,7 @@ def answered_by(output: Path) -> Served | None:
     """The model whose answers a finished output holds; None where none of them says."""
     bodies = ((line["response"] or {}).get("body") for line in _lines(output) if line is not None)
     named = next((body for body in bodies if isinstance(body, dict) and isinstance(body.get("model"), str)), None)
-    if named is None:
-        return None
-    fingerprint = named.get("system_fingerprint")
-    return Served(named["model"], fingerprint if isinstance(fingerprint, str) else None)
+    return None if named is None else Served(named["model"], weights_of(named))
 
 
 def has_failed_lines(output: Path) -> bool:

@@ -87,7 +87,7 @@ def count_lines(output: Path) -> str:
         for raw in file:
             line = json.loads(raw)
             if is_answered(line):
-                ok[_weights(line["response"].get("body"))] += 1
+                ok[weights_of(line["response"].get("body"))] += 1
             else:
                 failed += 1
     said = f"{ok.total()} ok, {failed} failed"
@@ -99,7 +99,8 @@ def count_lines(output: Path) -> str:
     return said
 
 
-def _weights(body: object) -> str | None:
+def weights_of(body: object) -> str | None:
+    """The fingerprint of those that an answer is of; None where it does not say."""
     fingerprint = body.get("system_fingerprint") if isinstance(body, dict) else None
     return fingerprint if isinstance(fingerprint, str) else None
 
