@@ -52,7 +52,7 @@ def router_spec(config: Config, program: Sequence[str]) -> ChildSpec:
 def worker_specs(config: Config, router: str, program: Sequence[str], tpu: TpuHost | None = None) -> list[ChildSpec]:
     """Decode and prefill workers, on loopback and free ports, registering with `router` (HOST:PORT). Raises ConfigError when
     devices are too few."""
-    local = config.local
+    local, log_path = config.local, config.scheduler.schedule_log
     roles = [("prefill", config.prefill_tp, i) for i in range(local.num_prefill)]
     roles += [("decode", config.decode_tp, i) for i in range(local.num_decode)]
     needs, devices = [tp for _, tp, _ in roles], config.device.devices
@@ -68,7 +68,7 @@ def worker_specs(config: Config, router: str, program: Sequence[str], tpu: TpuHo
             model=replace(config.model, tensor_parallel_size=tp),
             device=replace(config.device, devices=share),
             transfer=replace(config.transfer, prefill=()),  # the router names the peers of each request
-            scheduler=replace(config.scheduler, schedule_log=_numbered(config.scheduler.schedule_log, f"{role}-{index}")),
+            scheduler=replace(config.scheduler, schedule_log=log_path and f"{log_path}.{role}-{index}"),
             server=server,
             local=LocalConfig(),
         )
@@ -186,7 +186,3 @@ def _reachable(address: str) -> str:
 
 def _port(address: str | None, otherwise: int) -> int:
     return int(address.rpartition(":")[2]) if address else otherwise
-
-
-def _numbered(path: str | None, name: str) -> str | None:
-    return None if path is None else f"{path}.{name}"

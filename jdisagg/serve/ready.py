@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -51,14 +51,6 @@ def parse(line: str) -> Ready | None:
         return None
     if not isinstance(message, dict) or message.get("event") != "ready":
         return None
-    return Ready(
-        role=str(message.get("role", "")),
-        http=message.get("http"),
-        grpc=message.get("grpc"),
-        model=str(message.get("model", "")),
-        warmup_s=float(message.get("warmup_s", 0.0)),
-        executables=int(message.get("executables", 0)),
-        bits=message.get("bits"),
-        pid=int(message.get("pid", 0)),
-        workers=tuple(message.get("workers", ())),
-    )
+    said: dict[str, Any] = {"role": "", "http": None, "grpc": None, "model": "", "pid": 0}
+    said |= {one.name: message[one.name] for one in fields(Ready) if one.name in message}
+    return Ready(**said)
