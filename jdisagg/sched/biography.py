@@ -133,16 +133,14 @@ class Biography:
         for chunk in plan.prefill:
             if chunk.request_id == self._request_id:
                 self._work_on("prefilled", plan.step_id, len(chunk.token_ids), now_s)
-        if sequence.status is Status.RUNNING and sequence.slot in plan.decode:
-            self._work_on("decoded", plan.step_id, plan.num_steps, now_s)
+        if (slot := sequence.slot) is not None and slot in plan.decode:
+            self._work_on("decoded", plan.step_id, self._scheduler.num_planned(slot), now_s)
         if self._status is Status.PREALLOC and sequence.status is Status.TRANSFER:
             self._settle(now_s)
-            self._phases.started(now_s)
-            first = sequence.holding.held_tokens
-            self._say(
-                now_s,
-                f"got {counted(len(sequence.holding.pages), 'page')}; KV of tokens [{first}, {sequence.target}) has to come",
-            )
+            if not self._borrows:
+                self._phases.started(now_s)
+            pages, first = counted(len(sequence.holding.pages), "page"), sequence.holding.held_tokens
+            self._say(now_s, f"got {pages}; KV of tokens [{first}, {sequence.target}) has to come")
             return False
         wait = self._scheduler.why_not(self._request_id)
         if wait is None or wait.cause in (Cause.TRANSFER, Cause.FETCH):
@@ -184,10 +182,11 @@ class Biography:
             is_ready = args[1] if len(args) > 1 else True
             self._settle(now_s)
             self._say(now_s, "its prefill worker has begun" if is_ready else "no prefill worker has begun with it yet")
-            if is_ready:
-                self._phases.started(now_s)
+            (self._phases.started if is_ready else self._phases.waits)(now_s)
         elif call == "remote_first_token":
             self._settle(now_s)
+            if args[1].finish is None:
+                self._phases.awaits_kv()
             self._say(now_s, "first token from its prefill worker")
         elif call == "kv_arrived":
             self._phases.kv_arrived(now_s)
@@ -197,6 +196,7 @@ class Biography:
             self._settle(now_s)
             is_over = "what could be fetched is here, the rest is to be computed"
             self._say(now_s, is_over if self._borrows else "its prefill worker is given up: to be computed here")
+            self._phases.kv_given_up(now_s)
             self._idle_since_s = now_s
         elif call == "fetch_first" and self._sequence is not None and self._status is not self._sequence.status:
             self._borrows = True

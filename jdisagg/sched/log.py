@@ -148,6 +148,12 @@ class LoggedScheduler(Scheduler):
         explainer = self._explainer()
         return None if explainer is None else explainer.why_not(request_id)
 
+    def num_planned(self, slot: int) -> int:
+        """Tokens that a slot gets of the latest plan. Changes nothing."""
+        plan = self.recorder.latest
+        row = None if plan is None else self._steps.row(plan.step_id, slot)
+        return 0 if row is None else row.num_samples
+
     def _explainer(self) -> Explainer | None:
         """Of the latest plan, until the next call."""
         plan = self.recorder.latest

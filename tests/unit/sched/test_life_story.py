@@ -44,6 +44,55 @@ def test_the_life_of_a_remote_request_has_its_peer_and_its_transfer(tell: Tell) 
     ]
 
 
+def test_nobody_works_on_a_prompt_between_two_prefill_workers(tell: Tell) -> None:
+    asked = request("a", (1, 2, 3, 4, 5), 3)
+
+    def drive(engine: FakeEngine) -> None:
+        scheduler = engine.scheduler
+        engine.add(asked, remote=True, is_open=False)
+        for engine.now_s, is_ready in ((0.010, True), (0.030, False), (0.050, True)):
+            scheduler.peer_ready("a", is_ready)
+            engine.tick()
+        engine.now_s = 0.060
+        (reserved,) = scheduler.take_reserved()
+        engine.collect([scheduler.remote_first_token("a", first_token(asked), engine.now_s)])
+        engine.now_s = 0.070
+        engine.device.import_tokens(reserved.page_table, asked.prompt_token_ids, 0, 5)
+        scheduler.kv_arrived("a", engine.now_s)
+        finish(engine)
+
+    assert "; queue 30 ms + prefill 30 ms + transfer 10 ms + decode " in tell(drive, "a", Role.DECODE)[-1]
+
+
+def test_kv_that_is_given_up_was_waited_for_and_its_prompt_waits_to_be_computed(tell: Tell) -> None:
+    asked = request("a", (1, 2, 3, 4, 5), 3)
+
+    def drive(engine: FakeEngine) -> None:
+        scheduler = engine.scheduler
+        engine.add(asked, remote=True, is_open=False)
+        engine.now_s = 0.010
+        scheduler.peer_ready("a")
+        engine.tick()
+        engine.now_s = 0.020
+        engine.collect([scheduler.remote_first_token("a", first_token(asked), engine.now_s)])
+        engine.now_s = 0.050
+        scheduler.compute_locally("a")
+        engine.now_s = 0.060
+        finish(engine)
+
+    assert "; queue 20 ms + prefill 14 ms + transfer 30 ms + decode " in tell(drive, "a", Role.DECODE)[-1]
+
+
+def test_of_several_steps_in_one_dispatch_the_tokens_that_it_wanted_are_told(tell: Tell) -> None:
+    def drive(engine: FakeEngine) -> None:
+        engine.add(request("a", (1, 2, 3), 4), request("b", (2, 3, 4), 12))
+        finish(engine)
+
+    story = tell(drive, "a", num_scheduler_steps=5)
+    (decoded,) = (line for line in story if "decoded" in line)
+    assert decoded.endswith("decoded in 1 step: step 1, 3 tokens")
+
+
 def test_retraction_failure_and_cancel_are_told(tell: Tell) -> None:
     def start(engine: FakeEngine) -> None:
         for name in ("a", "b"):
