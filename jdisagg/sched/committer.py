@@ -37,7 +37,7 @@ class Committer:
                 sequence.told.prompt_logprobs.extend(result.prompt_logprobs[slot])
             if not row.num_samples:
                 if fills_page:
-                    self._table.pages.publish(sequence)
+                    self._table.pages.cache_full_pages(sequence)
                 continue
             assert slot in sampled, f"step {result.step_id} has no token for slot {slot} ({sequence.request_id})"
             sequence.num_in_flight -= row.num_samples
@@ -133,7 +133,7 @@ class Committer:
             return self.failure(sequence, NumericalError(message))
         prompt_logprobs = self._prompt_logprobs(sequence)
         tokens, finish, stop_token_id = self._append(sequence, sampled.token_ids[: row.num_samples])
-        self._table.pages.publish(sequence)
+        self._table.pages.cache_full_pages(sequence)
         logprobs = sampled.logprobs[: len(tokens)] if sampled.logprobs is not None and tokens else None
         output = Output(
             request_id=sequence.request_id,

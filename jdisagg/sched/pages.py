@@ -1,4 +1,4 @@
-"""Pages of sequences: finding shared prefixes, reserving, growing, publishing to the prefix index, freeing."""
+"""Pages of sequences: finding shared prefixes, reserving, growing, offering to the prefix index, freeing."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class PageBook:
             holding.pages.extend(new)
         return new
 
-    def publish(self, sequence: Sequence) -> None:
+    def cache_full_pages(self, sequence: Sequence) -> None:
         """Offer the full pages below `num_computed` to the prefix index: the steps that wrote them have committed. Twins are
         offered again: the other page may be gone, and nothing is found behind a hole."""
         holding = sequence.holding
@@ -123,7 +123,7 @@ class PageBook:
         return {"pages": len(keys), "digest": digest(keys)}
 
     def check(self, holdings: Iterable[Holding]) -> None:
-        """Assert that references are exactly those of `holdings` and that no page is lost (I-2, I-3)."""
+        """Assert that references are exactly those of `holdings` and that no page is lost."""
         self._allocator.check()
         counted: dict[int, int] = {}
         for holding in holdings:

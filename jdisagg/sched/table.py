@@ -119,7 +119,7 @@ class SequenceTable:
         assert sequence.num_known > sequence.target, f"KV of {request_id} is complete before its first token is known"
         self.move(sequence, Status.READY)
         sequence.num_computed = sequence.num_scheduled = sequence.target
-        self.pages.publish(sequence)
+        self.pages.cache_full_pages(sequence)
 
     def compute_here(self, sequence: Sequence, held_tokens: int) -> None:
         """A remote sequence (PREALLOC or TRANSFER) will be prefilled by this worker; what has arrived is left to be found."""
@@ -127,7 +127,7 @@ class SequenceTable:
         if sequence.told.cached_tokens is None and held_tokens > pinned:  # what its peer sent will be found, and is no cache's
             sequence.told.cached_tokens = min(pinned, len(sequence.request.prompt_token_ids))
         sequence.num_computed = min(held_tokens, len(sequence.holding.pages) * self.pages.page_size)
-        self.pages.publish(sequence)
+        self.pages.cache_full_pages(sequence)
         self._strip(sequence)
         self.move(sequence, Status.WAITING)
 
@@ -157,7 +157,7 @@ class SequenceTable:
             sequence.slot = None
 
     def later_victim(self) -> Sequence | None:
-        """Who loses pages first: of those with KV in place, the last by (priority, arrival)."""
+        """Who loses pages first: of those with KV in place, the last by (rank, arrival)."""
         last = [s for s in (self.queues[Status.RUNNING].last, self.queues[Status.READY].last) if s is not None]
         return max(last, key=lambda s: s.order) if last else None
 

@@ -28,7 +28,7 @@ def computed(pages: PageBook, num_computed: int, prompt: tuple[int, ...] = PROMP
     sequence = Sequence(request=asked, order=(0, 0), status=Status.RUNNING, generated=[], target=len(prompt))
     sequence.num_computed = num_computed
     assert pages.grow(sequence.holding, pages.pages_for(len(prompt))) is not None
-    pages.publish(sequence)
+    pages.cache_full_pages(sequence)
     return sequence
 
 
@@ -77,7 +77,7 @@ def test_only_full_pages_whose_tokens_are_computed_and_known_are_found() -> None
     one = computed(pages, 11)
     assert pages.find(one, 13) == tuple(one.holding.pages[:2])
     one.num_computed = 99  # steps may run past a sequence's end: junk
-    pages.publish(one)
+    pages.cache_full_pages(one)
     assert pages.find(one, 13) == tuple(one.holding.pages[:3])
     assert pages.find(one, 11) == tuple(one.holding.pages[:2])
     assert pages.find(one, 3) == ()
@@ -99,11 +99,11 @@ def test_what_was_forgotten_is_not_offered_again() -> None:
     one = computed(pages, 8)
     assert pages.reset_index([one.holding]) == 2
     one.num_computed = 12
-    pages.publish(one)
+    pages.cache_full_pages(one)
     assert pages.find(one, 12) == ()
     other = computed(pages, 8)
     one.num_computed = 13
-    pages.publish(one)
+    pages.cache_full_pages(one)
     assert pages.find(one, 12) == tuple(other.holding.pages[:2])  # a page behind what was written before stays unknown
     assert pages.reset_index([]) == 2
     pages.check([one.holding, other.holding])
@@ -120,7 +120,7 @@ def test_pages_whose_tokens_another_one_has_are_offered_again_when_that_is_gone(
     assert pages.grow(taken, pages.num_free) is not None  # the first one's pages are forgotten
     assert pages.find(twin, 8) == ()
     twin.num_computed = 12
-    pages.publish(twin)
+    pages.cache_full_pages(twin)
     assert pages.find(twin, 12) == tuple(twin.holding.pages[:3])
     assert twin.holding.twins == []
     pages.check([twin.holding, taken])
