@@ -17,7 +17,7 @@ from collections import deque
 
 from jdisagg.core.errors import Overloaded
 from jdisagg.core.requests import EngineRequest
-from jdisagg.sched.retry import Bookings
+from jdisagg.sched.retry import RetryTimes
 from jdisagg.sched.states import Status
 from jdisagg.sched.table import SequenceTable
 
@@ -39,7 +39,7 @@ class Forecast:
         # (time, seconds in which FEW waited, served in them), since somebody waits
         self._samples: deque[tuple[float, float, int]] = deque()
         self._since: tuple[float, int] | None = None  # when FEW wait: (time, served so far) as of the latest sample or later
-        self._bookings = Bookings()
+        self._retry_times = RetryTimes()
 
     def check(self, request: EngineRequest, order: tuple[float, int], now_s: float) -> None:
         """Raises Overloaded, with `retry_after_s`, for a new request whose turn would come too late. One that goes on
@@ -56,7 +56,7 @@ class Forecast:
         if wait_s <= spared_s:
             return
         free_s, num_asked = now_s + wait_s - spared_s, request.num_asked
-        retry_after_s = self._bookings.retry_after_s(now_s, free_s, seen_s / num_served, num_asked)
+        retry_after_s = self._retry_times.retry_after_s(now_s, free_s, seen_s / num_served, num_asked)
         raise Overloaded(
             f"{num_before} requests are before it, a wait of some {wait_s:.1f} s, and its deadline is in "
             f"{time_s:.1f} s; retry in {retry_after_s:.1f} s, allow more time, or add a worker",

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 
 from jdisagg.core.errors import Overloaded
-from jdisagg.sched.retry import Bookings
+from jdisagg.sched.retry import RetryTimes
 from jdisagg.sched.states import Status
 from jdisagg.sched.table import SequenceTable
 
@@ -31,7 +31,7 @@ class QueueLimit:
         self._num_added = 0  # since
         self._observed_s: float | None = None
         self._samples: deque[tuple[float, int]] = deque([(0.0, 0)])  # (seconds with a queue, left it), both since start
-        self._bookings = Bookings()
+        self._retry_times = RetryTimes()
 
     def admit(self, now_s: float, *, goes_on: bool = False, num_asked: int = 1) -> None:
         """One more waits from now on. Raises Overloaded with `retry_after_s` when the queue is full, as one of `num_asked`, but
@@ -40,7 +40,7 @@ class QueueLimit:
         if goes_on or num_waiting < self._max_queue_len:
             self._num_added += 1
             return
-        retry_after_s = self._bookings.retry_after_s(now_s, now_s, self._seconds_per_place(now_s), num_asked)
+        retry_after_s = self._retry_times.retry_after_s(now_s, now_s, self._seconds_per_place(now_s), num_asked)
         raise Overloaded(
             f"{num_waiting} requests are waiting, max_queue_len is {self._max_queue_len}; "
             f"retry in {retry_after_s:.1f} s or add a worker",

@@ -6,7 +6,7 @@ MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
 _GOLDEN = 0.6180339887  # its multiples, without their whole parts, fill an interval evenly, however many there are
 
 
-class Bookings:
+class RetryTimes:
     """Places that are promised. The clock is the caller's."""
 
     def __init__(self) -> None:
