@@ -21,7 +21,7 @@ from weakref import WeakSet
 from jdisagg.api.generation.choice import ChoiceText, Delta, Transcript, in_fewer
 from jdisagg.api.generation.grammar_gate import GrammarGate
 from jdisagg.api.generation.intake import Job, TextRequest, admit
-from jdisagg.api.generation.live import Abort, Inbox, LiveRequests
+from jdisagg.api.generation.live import Abort, LiveRequests, RequestMailbox
 from jdisagg.api.generation.long_texts import LongTexts
 from jdisagg.api.generation.token_engine import Enough, TokenEngine
 from jdisagg.api.in_order import is_long
@@ -199,7 +199,7 @@ class Edge:
             late = f"request {request.request_id}: its deadline passed before its prompt and its grammar were read"
             raise DeadlineExceeded(late) from error
 
-    async def _pump(self, job: Job, index: int, mailbox: Inbox) -> None:
+    async def _pump(self, job: Job, index: int, mailbox: RequestMailbox) -> None:
         """One choice. The mailbox is unbounded (by max_tokens): a slow reader must not hold KV pages."""
         request = job.requests[index]
         try:

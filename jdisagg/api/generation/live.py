@@ -14,10 +14,10 @@ class Abort:
     """Put into a request's mailbox to end it."""
 
 
-Inbox = Mailbox[Delta | Exception | Abort]
+RequestMailbox = Mailbox[Delta | Exception | Abort]
 
 
-class LiveRequests(dict[str, Inbox]):
+class LiveRequests(dict[str, RequestMailbox]):
     """What each of them is told. On the event loop."""
 
     def __init__(self) -> None:
@@ -29,20 +29,20 @@ class LiveRequests(dict[str, Inbox]):
         """Those whose prompts have been read."""
         return len(self) - self._num_admitting
 
-    def enter(self, request_id: str) -> Inbox:
+    def enter(self, request_id: str) -> RequestMailbox:
         """The id is taken from now on, until whoever called removes it. Raises InvalidRequest when it is."""
         if request_id in self:
             raise InvalidRequest(f"request_id {request_id!r} is still running; choose another", field="request_id")
-        inbox = self[request_id] = Inbox()
-        return inbox
+        mailbox = self[request_id] = RequestMailbox()
+        return mailbox
 
     @contextmanager
-    def admitting(self, request_id: str) -> Iterator[Inbox]:
+    def admitting(self, request_id: str) -> Iterator[RequestMailbox]:
         """The same while its prompt is read."""
-        inbox = self.enter(request_id)
+        mailbox = self.enter(request_id)
         self._num_admitting += 1
         try:
-            yield inbox
+            yield mailbox
         finally:
             self._num_admitting -= 1
             del self[request_id]
