@@ -222,8 +222,8 @@ class FleetEngine:
         if isinstance(event, Output):
             if isinstance(event.error, _RECOVERABLE):
                 event = Lost(event.error, death=False)
-            elif doubt := flight.doubt(event):
-                event = Lost(HandoffLost(doubt), death=False)
+            elif wrong := flight.objection(event):
+                event = Lost(HandoffLost(wrong), death=False)
             elif not self._placement.may_speak(flight, event):
                 event = Lost(Unavailable("other choices of this request are answered by other weights"), death=False)
             else:

@@ -109,7 +109,7 @@ class Flight:
         self._recoveries = _Recoveries(earlier=(*self._recoveries.earlier, *self._recoveries.latest, "replay"))
         self.events.clear()
 
-    def doubt(self, output: Output) -> str:
+    def objection(self, output: Output) -> str:
         """Why `output` is no answer to this attempt, and is not delivered; empty = it may be one."""
         assert self.entry is not None  # an attempt's outputs come from its worker
         worker, vocab_size, token_ids = self.entry.member.worker, self.entry.member.card.vocab_size, output.token_ids

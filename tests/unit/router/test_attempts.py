@@ -92,12 +92,12 @@ def test_who_has_got_nothing_may_be_answered_by_other_weights_and_nobody_else() 
         ((), False),
     ],
 )
-def test_tokens_beyond_the_vocabulary_or_beyond_what_was_asked_for_are_doubted(
+def test_tokens_beyond_the_vocabulary_or_beyond_what_was_asked_for_are_refused(
     token_ids: tuple[int, ...], is_odd: bool
 ) -> None:
     one = flight(generated_token_ids=(1, 2))
     say(one, 3, 4, 5)
-    assert bool(one.doubt(Output(request_id="r", token_ids=token_ids))) is is_odd
+    assert bool(one.objection(Output(request_id="r", token_ids=token_ids))) is is_odd
 
 
 @pytest.mark.parametrize(("num_missing", "is_complete"), [(1, False), (0, True)])
