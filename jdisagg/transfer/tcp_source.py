@@ -19,7 +19,7 @@ STALL_TIMEOUT_S = 2.0  # without a byte: P serves every connection on a thread o
 
 
 @dataclass(slots=True, eq=False)
-class _Line:
+class _Connection:
     """D's end of a connection."""
 
     address: tuple[str, int]
@@ -32,7 +32,7 @@ class _Reading:
     """One read: its connection, once it has one; `dropped` when its peer has fallen silent meanwhile."""
 
     peer: str
-    line: _Line | None = None
+    connection: _Connection | None = None
     dropped: bool = False
 
 
@@ -42,7 +42,7 @@ class TcpSource:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: dict[str, list[_Line]] = {}  # by peer
+        self._idle: dict[str, list[_Connection]] = {}  # by peer
         self._readings: set[_Reading] = set()
         self._names = Names()
         self._closed = False
@@ -56,13 +56,13 @@ class TcpSource:
                 raise ConnectionError("the source is closed")
             self._readings.add(reading)
         try:
-            line, size = self._ask(reading, locator, deadline_s)
+            connection, size = self._ask(reading, locator, deadline_s)
             if size > len(room):
                 raise BufferError(f"piece {locator.number} of {peer} has {size} bytes, not {len(room)}")
             filled = 0
             while filled < size:
-                line.socket.settimeout(min(STALL_TIMEOUT_S, left_s(deadline_s)))
-                count = line.socket.recv_into(room[filled : min(size, filled + PART_BYTES)])
+                connection.socket.settimeout(min(STALL_TIMEOUT_S, left_s(deadline_s)))
+                count = connection.socket.recv_into(room[filled : min(size, filled + PART_BYTES)])
                 if count == 0:
                     raise ConnectionError(f"{peer} hung up {size - filled} bytes before the end")
                 filled += count
@@ -89,10 +89,10 @@ class TcpSource:
             for reading in self._readings:
                 if reading.peer == peer:
                     reading.dropped = True
-                    if reading.line is not None:
-                        hang_up(reading.line.socket)  # its reader closes it
-        for line in idle:
-            line.socket.close()
+                    if reading.connection is not None:
+                        hang_up(reading.connection.socket)  # its reader closes it
+        for connection in idle:
+            connection.socket.close()
 
     def close(self) -> None:
         """Close every connection; reads in progress fail."""
@@ -104,25 +104,25 @@ class TcpSource:
 
     # --- connections
 
-    def _ask(self, reading: _Reading, locator: Locator, deadline_s: float) -> tuple[_Line, int]:
+    def _ask(self, reading: _Reading, locator: Locator, deadline_s: float) -> tuple[_Connection, int]:
         """A connection on which the piece's bytes come, and how many. A kept one on which P does not answer is replaced. A new
         one that P ends without a word is as good as none: its port is full, and other backends may do."""
         while True:
-            line = self._take_kept(reading, locator)
-            is_fresh = line is None
-            if line is None:
+            connection = self._take_kept(reading, locator)
+            is_fresh = connection is None
+            if connection is None:
                 found = self._names.addresses(locator.host, deadline_s)
-                line = self._enter(reading, _connect(locator, found, deadline_s))
+                connection = self._enter(reading, _connect(locator, found, deadline_s))
             reply, why = bytearray(REPLY.size), "hung up"  # no exception: it would hold this frame, which would hold it
             kind: type[ConnectionError] = NeverConnected
             answer_by_s = min(deadline_s, monotonic() + STALL_TIMEOUT_S)
             try:
-                line.socket.settimeout(left_s(answer_by_s))
-                line.socket.sendall(REQUEST.pack(locator.secret, locator.number))
-                if receive_into(line.socket, memoryview(reply), answer_by_s) == REPLY.size:
+                connection.socket.settimeout(left_s(answer_by_s))
+                connection.socket.sendall(REQUEST.pack(locator.secret, locator.number))
+                if receive_into(connection.socket, memoryview(reply), answer_by_s) == REPLY.size:
                     (num_bytes,) = REPLY.unpack(reply)
                     if num_bytes >= UNKNOWN:
-                        return line, num_bytes
+                        return connection, num_bytes
                     why, kind, is_fresh = "speaks another protocol", ConnectionError, True
             except TimeoutError:
                 if is_fresh or answer_by_s == deadline_s:
@@ -135,55 +135,55 @@ class TcpSource:
             if is_fresh or reading.dropped:
                 raise (ConnectionError if reading.dropped else kind)(f"{reading.peer} {why}")
 
-    def _take_kept(self, reading: _Reading, locator: Locator) -> _Line | None:
+    def _take_kept(self, reading: _Reading, locator: Locator) -> _Connection | None:
         with self._lock:
             kept = self._idle.get(reading.peer, [])
             while kept:
-                line = kept.pop()
-                if line.address == (locator.host, locator.port):
-                    reading.line = line
-                    return line
-                line.socket.close()  # the peer was started again
-            for peer, lines in list(self._idle.items()):
-                for line in [line for line in lines if line.kept_s < monotonic() - IDLE_TIMEOUT_S]:
-                    lines.remove(line)
-                    line.socket.close()
-                if not lines:
+                connection = kept.pop()
+                if connection.address == (locator.host, locator.port):
+                    reading.connection = connection
+                    return connection
+                connection.socket.close()  # the peer was started again
+            for peer, idle in list(self._idle.items()):
+                for connection in [connection for connection in idle if connection.kept_s < monotonic() - IDLE_TIMEOUT_S]:
+                    idle.remove(connection)
+                    connection.socket.close()
+                if not idle:
                     del self._idle[peer]
         return None
 
-    def _enter(self, reading: _Reading, line: _Line) -> _Line:
+    def _enter(self, reading: _Reading, connection: _Connection) -> _Connection:
         """A new connection is the reading's from now on."""
         with self._lock:
             if not (self._closed or reading.dropped):
-                reading.line = line
-                return line
-        line.socket.close()
+                reading.connection = connection
+                return connection
+        connection.socket.close()
         raise ConnectionError("the source is closed" if self._closed else f"{reading.peer} fell silent")
 
     def _forget(self, peer: str) -> None:
         """Close the peer's kept connections."""
         with self._lock:
             idle = self._idle.pop(peer, [])
-        for line in idle:
-            line.socket.close()
+        for connection in idle:
+            connection.socket.close()
 
     def _keep(self, reading: _Reading) -> None:
         """The read is over and nothing is left on its connection."""
         with self._lock:
-            if reading.line is not None and not (self._closed or reading.dropped):
-                reading.line.kept_s = monotonic()
-                self._idle.setdefault(reading.peer, []).append(reading.line)
-                reading.line = None
+            if reading.connection is not None and not (self._closed or reading.dropped):
+                reading.connection.kept_s = monotonic()
+                self._idle.setdefault(reading.peer, []).append(reading.connection)
+                reading.connection = None
 
     def _give_up(self, reading: _Reading) -> None:
         with self._lock:
-            line, reading.line = reading.line, None
-        if line is not None:
-            line.socket.close()
+            connection, reading.connection = reading.connection, None
+        if connection is not None:
+            connection.socket.close()
 
 
-def _connect(locator: Locator, found: list[Address], deadline_s: float) -> _Line:
+def _connect(locator: Locator, found: list[Address], deadline_s: float) -> _Connection:
     """Raises TimeoutError at the deadline, NeverConnected when nobody accepts at any of the addresses, ConnectionError when
     there is none, or this machine has no connection left."""
     why, kind = "no address", ConnectionError
@@ -199,7 +199,7 @@ def _connect(locator: Locator, found: list[Address], deadline_s: float) -> _Line
             if connection.getsockname() == connection.getpeername():
                 raise ConnectionRefusedError("reached nobody but itself")
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return _Line((locator.host, locator.port), connection)
+            return _Connection((locator.host, locator.port), connection)
         except OSError as error:
             connection.close()
             why = str(error)
