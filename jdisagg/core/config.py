@@ -91,7 +91,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = _flag(512, "tokens per step", minimum=1, maximum=2**24)  # prefill + decode
     long_prefill_token_threshold: int = _flag(0, "prompt tokens per request and step; 0 = no cap", minimum=0)
     max_num_kv_read_tokens: int = _flag(0, "tokens of KV one step may read; 0 = no bound", minimum=0)
-    enable_chunked_prefill: bool = _flag(True, "compute long prompts over several steps")  # False: in one step, or refused
+    enable_chunked_prefill: bool = _flag(True, "compute long prompts over several steps")  # False: each in one step
     num_scheduler_steps: int = _flag(
         1, "decode steps per dispatch when nothing needs the host", minimum=1, maximum=64, only=_DECODERS
     )
@@ -142,7 +142,7 @@ class TransferConfig:
     local_prefill_below_tokens: int = 0  # no flag of its own: the N of below-tokens
     want_min_tokens: int = _flag(
         64,
-        "tokens a receiver holds from which on prefill fetches instead of computing them; 0 = never",
+        "tokens a receiver holds and prefill lacks, from which on they are fetched, not computed; 0 = never",
         minimum=0,
         only=("prefill", "colocated", "local"),
     )
@@ -216,7 +216,7 @@ class ServerConfig:
     drain_s: float = _flag(30.0, "time running requests get after SIGTERM", minimum=0)
     replay_budget: float = _flag(
         0.5,
-        "replays per new request that a fleet affords, beside a floor and every live request once a minute",
+        "replays per new request that a router affords, beside a floor and every live request once a minute",
         minimum=0,
         maximum=100,
         only=("router", "local"),

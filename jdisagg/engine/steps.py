@@ -1,7 +1,7 @@
 """The steps: pure functions of (params, kv, state, batch). kv and state are donated by whoever jits them.
 
 A sampled token is recorded in the state on the device, so the next step may be dispatched before the host has read it.
-`exact_step` is the `exact` numerics: every token, prompt or generated, is one row of one executable of R rows, so its bits
+`exact` is the step of `--numerics exact`: every token, prompt or generated, is one row of one executable of R rows, so its bits
 depend on weights and prefix alone. The fast pair makes tiles of prompts and a compact batch of decode rows instead.
 """
 

@@ -227,7 +227,7 @@ class PrefillSide:
         return any(record.is_awaited for record in self._live.values())
 
     def parkable(self) -> tuple[str, ...]:
-        """Engine requests whose prompt is computed and told and whose D has no pages yet: they can stand back.
+        """Engine requests whose prompt is computed and told and whose D has no pages yet: they can be parked.
 
         Without this two full pools could wait for each other, or one D for another one's memory.
         """

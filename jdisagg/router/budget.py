@@ -1,4 +1,4 @@
-"""How many replays a fleet may start: one that dies over and over must fail clearly, not compute everything many times.
+"""How many replays a router may start: a fleet that dies over and over must fail clearly, not compute everything many times.
 
 A bucket that fills with replays and leaks. It holds everything that is alive once, plus a floor, so one death never fails for
 lack of budget; it leaks its own size per minute, and a share of every new request.

@@ -26,7 +26,7 @@ FAILED_EVERY_S, FAILED_FIRST = 10.0, 16  # while no worker takes any, every requ
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayConfig:
-    """How much recovery a fleet affords."""
+    """How much recovery a router affords."""
 
     max_deaths: int = 2  # a request in flight at so many deaths (or twice as many silences) is failed and refused for a while
     max_refusals: int = 8  # replays after a worker gave the request back (HandoffLost, Unavailable)

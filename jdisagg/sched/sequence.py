@@ -42,7 +42,7 @@ class Holding:
 
 @dataclass(slots=True, eq=False)
 class WaitState:
-    """How a sequence without pages gets them, and how often it had to stand back."""
+    """How a sequence without pages gets them, and how often it was passed."""
 
     is_remote: bool = False  # its KV is to come from a peer
     is_open: bool = True  # remote: the peer has begun, pages may be reserved

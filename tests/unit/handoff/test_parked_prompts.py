@@ -1,4 +1,4 @@
-"""Computed prompts whose receiver has no pages: they stand back, and are computed again with its first grant."""
+"""Computed prompts whose receiver has no pages: they are parked, and computed again with its first grant."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_a_draining_prefill_worker_finishes_its_hand_offs_and_takes_no_new_one()
 
 
 def test_a_parked_prompt_keeps_a_draining_prefill_worker_until_it_was_computed_again() -> None:
-    """A comes to P a second time while computed B fills P and waits for D: B stands back, P drains, both end as they should."""
+    """A comes to P a second time while computed B fills P and waits for D: B is parked, P drains, both end as they should."""
     world = two_full_pools()
     while not world.prefill.scheduler.counts()["parked"]:
         assert world.now_s < 10.0, world.text()
