@@ -15,7 +15,7 @@ from jdisagg.api.channels import Credentials, may_have_left, open_blocking_chann
 
 
 @dataclass(slots=True, eq=False)
-class _Line:
+class _Entry:
     channel: grpc.Channel
     num_users: int = 0
     used_at_s: float = 0.0
@@ -26,7 +26,7 @@ class BlockingChannels:
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
-        self._lines: dict[str, _Line] = {}
+        self._entries: dict[str, _Entry] = {}
         self._lock = threading.Lock()
         self._closed = False
 
@@ -37,29 +37,29 @@ class BlockingChannels:
         with self._lock:
             if self._closed:
                 raise ConnectionError("the source is closed")
-            line = self._lines.get(peer)
-            if line is not None and not line.num_users and may_have_left(monotonic() - line.used_at_s):
-                left, line = line, None
-            if line is None:
-                line = self._lines[peer] = _Line(open_blocking_channel(peer, self._credentials))
-            line.num_users += 1
+            entry = self._entries.get(peer)
+            if entry is not None and not entry.num_users and may_have_left(monotonic() - entry.used_at_s):
+                left, entry = entry, None
+            if entry is None:
+                entry = self._entries[peer] = _Entry(open_blocking_channel(peer, self._credentials))
+            entry.num_users += 1
         if left is not None:
             left.channel.close()
         try:
-            yield line.channel
+            yield entry.channel
         finally:
             with self._lock:
-                line.num_users -= 1
-                line.used_at_s = monotonic()
+                entry.num_users -= 1
+                entry.used_at_s = monotonic()
 
     def drop(self, peer: str, channel: grpc.Channel | None = None) -> None:
         """Close it, or whichever there is: the next use connects anew instead of waiting out this connection's back-off.
         Calls in progress end."""
         with self._lock:
-            line = self._lines.get(peer)
-            if line is not None and channel in (None, line.channel):
-                del self._lines[peer]
-                channel = line.channel
+            entry = self._entries.get(peer)
+            if entry is not None and channel in (None, entry.channel):
+                del self._entries[peer]
+                channel = entry.channel
         if channel is not None:
             channel.close()
 
@@ -67,15 +67,15 @@ class BlockingChannels:
         """It has a call that gRPC could start no thread for, and would wait for that one for ever in every later call, when it
         is closed, and when it is collected: what is left of it stays until the process ends."""
         with self._lock:
-            line = self._lines.get(peer)
-            if line is not None and channel is line.channel:
-                del self._lines[peer]
+            entry = self._entries.get(peer)
+            if entry is not None and channel is entry.channel:
+                del self._entries[peer]
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(channel))
 
     def close(self) -> None:
         """Close every channel; calls in progress end."""
         with self._lock:
             self._closed = True
-            lines, self._lines = list(self._lines.values()), {}
-        for line in lines:
-            line.channel.close()
+            entries, self._entries = list(self._entries.values()), {}
+        for entry in entries:
+            entry.channel.close()
