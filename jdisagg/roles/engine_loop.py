@@ -23,6 +23,7 @@ from jdisagg.core.errors import NumericalError, RequestError, Unavailable
 from jdisagg.core.fleet import Load
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance
+from jdisagg.core.timeline import Timeline
 from jdisagg.roles.engine_role import EngineRole
 from jdisagg.roles.idle_check import IdleCheck
 from jdisagg.roles.inbox import Call, Cancel, Inbox, Message, Submit
@@ -31,7 +32,6 @@ from jdisagg.roles.pipeline import StepPipeline
 from jdisagg.roles.ports import OutputSink
 from jdisagg.roles.stages import Stage, StageClock
 from jdisagg.roles.streams import Stream, Streams
-from jdisagg.roles.timeline import Timeline
 from jdisagg.sched import log_codec
 from jdisagg.sched.plan import Plan
 from jdisagg.sched.scheduler import Scheduler

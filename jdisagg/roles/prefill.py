@@ -20,6 +20,7 @@ from typing import Any
 from jdisagg.core.errors import RequestError, Unavailable
 from jdisagg.core.looks import Looks
 from jdisagg.core.metrics import Metrics
+from jdisagg.core.record import RequestRecord
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.events import PeerAlive, PeerMessage, PeerOpened
@@ -29,7 +30,6 @@ from jdisagg.roles.gauge_share import GaugeShare
 from jdisagg.roles.inbox import Message
 from jdisagg.roles.kv_borrowing import KVBorrowing
 from jdisagg.roles.ports import Runner
-from jdisagg.roles.record import RequestRecord
 from jdisagg.sched.plan import Plan
 from jdisagg.sched.scheduler import Scheduler
 from jdisagg.transfer.base import PieceArrived, PieceFailed, Published, PublishFailed

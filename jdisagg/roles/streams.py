@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jdisagg.core.record import RequestRecord
 from jdisagg.core.requests import EngineRequest, Output
+from jdisagg.core.timeline import Timeline
 from jdisagg.roles.ports import OutputSink
-from jdisagg.roles.record import RequestRecord
-from jdisagg.roles.timeline import Timeline
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ from jdisagg.core.errors import DeadlineExceeded, HandoffLost, InvalidRequest, O
 from jdisagg.core.fleet import ModelCard
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, Output
-from jdisagg.roles.timeline import Timeline
+from jdisagg.core.timeline import Timeline
 from jdisagg.router.blame import Lost
 from jdisagg.router.drill import with_late_outputs
 from jdisagg.router.entrance import Entrance

@@ -119,7 +119,7 @@ def test_a_life_whose_kv_never_came_says_so(monkeypatch: pytest.MonkeyPatch, cap
         self._inbox.post(PieceFailed(handoff=handoff, ready=ready, reason="stalled"))
 
     monkeypatch.setattr(FakeFetcher, "fetch", stall)
-    with caplog.at_level(logging.INFO, "jdisagg.roles.record"):
+    with caplog.at_level(logging.INFO, "jdisagg.core.record"):
         world.submit(request("a", PROMPT, 6))
         world.settle()
     assert world.tokens("a") == expected(PROMPT, 6)

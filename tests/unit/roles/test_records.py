@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from jdisagg.core.metrics import Metrics
+from jdisagg.core.record import MAX_EVENTS, Event, RequestRecord
 from jdisagg.core.requests import FinishReason
-from jdisagg.roles.record import MAX_EVENTS, Event, RequestRecord
 from tests.unit.roles.measured import PHASES, Unified
 from tests.unit.roles.world import PROMPT, World
 from tests.unit.sched.engine_fake import expected, request
@@ -26,7 +26,7 @@ def test_events_of_a_preempted_request_are_shown_live_and_logged_when_it_took_lo
         unified.submit(replace(request(f"r{index}", (index + 1,) * 4, 12), traceparent=TRACE if index == 2 else ""))
     unified.submit(request("quick", (9,), 1))
     live: dict[str, Any] = {}
-    with caplog.at_level(logging.INFO, "jdisagg.roles.record"):
+    with caplog.at_level(logging.INFO, "jdisagg.core.record"):
         for _ in range(100):
             unified.tick()
             live |= unified.requests()
@@ -50,7 +50,7 @@ def test_events_of_a_preempted_request_are_shown_live_and_logged_when_it_took_lo
 @pytest.mark.covers("V39")
 def test_the_trace_context_goes_from_the_decode_worker_to_its_prefill_worker(caplog: pytest.LogCaptureFixture) -> None:
     world = World(local_prefill=False, slow_request_s=0.0)
-    with caplog.at_level(logging.INFO, "jdisagg.roles.record"):
+    with caplog.at_level(logging.INFO, "jdisagg.core.record"):
         world.submit(replace(request("a", PROMPT, 6), traceparent=TRACE))
         world.settle()
     assert world.tokens("a") == expected(PROMPT, 6)
@@ -65,7 +65,7 @@ def test_the_trace_context_goes_from_the_decode_worker_to_its_prefill_worker(cap
 
 
 def test_of_endless_events_the_first_and_the_latest_are_kept(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "jdisagg.roles.record")
+    caplog.set_level(logging.INFO, "jdisagg.core.record")
     record = RequestRecord(Metrics(), request("a", (1,), 1), 0.0, slow_s=0.0)
     for step in range(200):
         record.scheduled(float(step))
@@ -86,7 +86,7 @@ def told(caplog: pytest.LogCaptureFixture) -> str:
 
 
 def test_a_life_is_logged_with_its_phases_and_events(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "jdisagg.roles.record")
+    caplog.set_level(logging.INFO, "jdisagg.core.record")
     record = RequestRecord(Metrics(), request("a", (1,), 2), 100.0, slow_s=6.5)
     record.scheduled(101.0)
     record.produced(103.0)
@@ -97,7 +97,7 @@ def test_a_life_is_logged_with_its_phases_and_events(caplog: pytest.LogCaptureFi
 
 @pytest.mark.parametrize("has_token", [True, False])
 def test_a_hand_off_that_ends_says_whether_its_first_token_was_there(has_token: bool, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "jdisagg.roles.record")
+    caplog.set_level(logging.INFO, "jdisagg.core.record")
     record = RequestRecord(Metrics(), request("a", (1,), 2), 100.0, slow_s=0.0)
     record.scheduled(101.0)
     if has_token:

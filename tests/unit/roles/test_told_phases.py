@@ -72,7 +72,7 @@ def drive(world: World, draw: random.Random) -> None:
 def test_the_phases_told_of_a_request_are_those_counted(
     seed: int, logs: dict[Path, LoggedScheduler], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.DEBUG, "jdisagg.roles.record")
+    caplog.set_level(logging.DEBUG, "jdisagg.core.record")
     more: dict[str, Any] = {"num_scheduler_steps": 1 + seed % 2, "host_tokens": 40 * (seed // 2), "clock": Ticking()}
     world = World(local_prefill=seed % 2 == 0, decode_pages=14, prefill_pages=14, want_min_tokens=seed % 3, **more)
     for scheduler in logs.values():
@@ -80,7 +80,7 @@ def test_the_phases_told_of_a_request_are_those_counted(
     drive(world, random.Random(seed))
     counted: dict[str, list[str]] = {}
     for record in caplog.records:
-        if record.name == "jdisagg.roles.record":
+        if record.name == "jdisagg.core.record":
             request_id, life = record.getMessage().removeprefix("request ").split(": ", 1)
             counted.setdefault(request_id, []).append(life)
     for path, scheduler in logs.items():

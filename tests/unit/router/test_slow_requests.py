@@ -26,7 +26,7 @@ def test_a_slow_request_is_logged_with_its_wait_for_a_worker(
         await stop(router, d1)
 
     run_quiet(body())
-    told = [record.message for record in caplog.records if record.name == "jdisagg.roles.record"]
+    told = [record.message for record in caplog.records if record.name == "jdisagg.core.record"]
     assert len(told) == is_told
     for line in told:
         assert line.startswith("request r1 (traceparent 00-1): length, 5 tokens in ")

@@ -1,4 +1,4 @@
-"""What happened to one request in one engine, and when: its events, and its time by phase."""
+"""What happened to one request in one process, and when: its events, and its time by phase."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Event(Enum):
 
 
 class RequestRecord:
-    """Owned by the engine thread. Times are seconds of its clock. What is no event of its own is told to `phases`."""
+    """Owned by one thread. Times are seconds of its clock. What is no event of its own is told to `phases`."""
 
     def __init__(self, metrics: Metrics, request: EngineRequest, now_s: float, slow_s: float = inf) -> None:
         """The request was just queued. `slow_s`: one that takes longer is logged at INFO when it ends, others at DEBUG."""

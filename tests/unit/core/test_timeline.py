@@ -10,7 +10,7 @@ import pytest
 from jdisagg.core.errors import Unavailable
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, SamplingParams
-from jdisagg.roles.timeline import DEADLINE_SLACK_S, Timeline
+from jdisagg.core.timeline import DEADLINE_SLACK_S, Timeline
 
 
 def ends(metrics: Metrics) -> dict[str, float]:
@@ -98,7 +98,7 @@ def test_an_end_is_counted_by_its_reason_and_the_log_says_what_it_was(
 ) -> None:
     metrics = Metrics()
     asked = EngineRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(), deadline_s=100.0)
-    with caplog.at_level(logging.INFO, "jdisagg.roles.record"):
+    with caplog.at_level(logging.INFO, "jdisagg.core.record"):
         end(Timeline(metrics, asked, 90.0, slow_s=0.0))
     (line,) = caplog.messages
     assert line.startswith(f"request r: {said}, 0 tokens in ")

@@ -6,15 +6,15 @@ from math import inf
 
 from jdisagg.core.errors import DeadlineExceeded, RequestError
 from jdisagg.core.metrics import Metrics
+from jdisagg.core.record import RequestRecord
 from jdisagg.core.requests import EngineRequest, FinishReason, Output
-from jdisagg.roles.record import RequestRecord
 
 # A client hangs up at its own deadline, whose clock began a transit before ours; an idle engine's clock may be a tick old.
 DEADLINE_SLACK_S = 0.05
 
 
 class Timeline:
-    """Marks of one client's request in seconds of the engine's clock; observed into `metrics` as they come."""
+    """Marks of one client's request in seconds of one clock; observed into `metrics` as they come."""
 
     def __init__(self, metrics: Metrics, request: EngineRequest, arrived_s: float, slow_s: float = inf) -> None:
         """`slow_s`: see RequestRecord."""
