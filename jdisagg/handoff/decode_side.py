@@ -29,9 +29,9 @@ from jdisagg.handoff.inbound import Inbound, InboundStage
 from jdisagg.handoff.inbound_stream import InboundStream
 from jdisagg.handoff.ladder import Ladder, PeersNow, is_final, is_unfit
 from jdisagg.handoff.messages import HandoffId, PrefillToDecode
+from jdisagg.handoff.overdue import forgive, no_piece, unanswered
 from jdisagg.handoff.recovery import Recovery
 from jdisagg.handoff.refetch import OUT_OF_TIME, cause_of, try_again
-from jdisagg.handoff.silence import forgive, no_piece, unanswered
 
 
 class DecodeSide:

@@ -33,7 +33,7 @@ from jdisagg.handoff.inbound_stream import InboundStream
 from jdisagg.handoff.ladder import is_invalid
 from jdisagg.handoff.line import Inflow, Line
 from jdisagg.handoff.messages import HandoffId
-from jdisagg.handoff.silence import late_kv
+from jdisagg.handoff.overdue import late_kv
 from jdisagg.handoff.spans import GroupSpans
 
 GIVE_UP = 3  # times as late as what another P is asked for

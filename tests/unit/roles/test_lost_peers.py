@@ -10,7 +10,7 @@ from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import HandoffLost, Unavailable
 from jdisagg.handoff.events import FromPrefill
 from jdisagg.handoff.messages import ChunkReady, HandoffId, Quiet
-from jdisagg.handoff.silence import ANSWER_TIMEOUT_S
+from jdisagg.handoff.overdue import ANSWER_TIMEOUT_S
 from jdisagg.transfer.base import PieceFailed
 from tests.unit.roles.measured import read
 from tests.unit.roles.network_fake import CHUNK_TOKENS, FakeFetcher
