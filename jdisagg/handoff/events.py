@@ -8,7 +8,7 @@ from typing import Protocol
 from jdisagg.handoff.messages import DecodeToPrefill, HandoffId, Open, PrefillToDecode
 
 
-class Reply(Protocol):
+class ReplyStream(Protocol):
     """P's way back to the D of one hand-off. Never blocks, thread-safe."""
 
     def send(self, message: PrefillToDecode) -> None:
@@ -27,7 +27,7 @@ class PeerOpened:
     handoff: HandoffId
     message: Open
     peer: str
-    reply: Reply
+    reply: ReplyStream
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ Write = Callable[[peer_pb2.PrefillResponse], Awaitable[object]]
 
 
 class StreamReply:
-    """`handoff.events.Reply` over an outbox that the loop pumps. The engine's thread encodes nothing."""
+    """`handoff.events.ReplyStream` over an outbox that the loop pumps. The engine's thread encodes nothing."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, most_unread: int) -> None:
         """On the loop. D may leave `most_unread` messages unread."""

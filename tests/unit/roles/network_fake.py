@@ -162,7 +162,7 @@ class FakeFetcher:
 
 
 class Wire:
-    """PeerClient and Reply in one: streams by D's HandoffId; P gets its own ids, like a gRPC server gives them."""
+    """PeerClient and ReplyStream in one: streams by D's HandoffId; P gets its own ids, like a gRPC server gives them."""
 
     def __init__(self, prefill: Inbox, decode: Inbox, *, number: int = 0) -> None:
         """Of decode worker `number`, which calls itself d0, d1, ..."""
