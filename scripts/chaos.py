@@ -3,7 +3,7 @@
     chaos.py --seed 1 --requests 150                 all faults, exact numerics, the demo model
     chaos.py --requests 10000 --json out/chaos.json  the long run
     chaos.py --inject checksums-off                  must end red: shows that the harness can see
-    chaos.py --worker-flags="--num-scheduler-steps 4 --kv-cache-dtype int8" --transformers 0
+    chaos.py --worker-flags="--kv-cache-dtype int8" --decode-flags="--num-scheduler-steps 4" --transformers 0
 
 Exit status 0: no token was wrong, lost or duplicated, nothing hung, leaked, died by itself or left a traceback in a log, and of
 the requests that clients did not give up 99.5 % ended well (in a short run: all but one). Logs of all processes are in
@@ -50,6 +50,7 @@ def parse() -> argparse.Namespace:
         "--kv-transfer-backend", default="grpc", help="auto: shared memory here, then tcp, which pass no forwarder, then grpc"
     )
     parser.add_argument("--worker-flags", default="", help="of whoever has a model, the reference too")
+    parser.add_argument("--decode-flags", default="")
     parser.add_argument("--faults", default=",".join(ALL), help="comma-separated; default: all of %(default)s")
     parser.add_argument("--intensity", type=float, default=1.0, help="times as many of the faults that workers make")
     parser.add_argument("--catalogue", type=int, default=60, help="different questions")
@@ -88,6 +89,7 @@ async def run(arguments: argparse.Namespace, directory: Path) -> list[Verdict]:
         seed=arguments.seed[0],
         sizes=(*SIZES, *shlex.split(arguments.worker_flags)),
         prefill_flags=("--tensor-parallel-size", str(arguments.prefill_tp)),
+        decode_flags=tuple(shlex.split(arguments.decode_flags)),
         scarce=True,
     )
     options = Options(
