@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 EXACT_ROWS = 16  # R of the exact step; equal on all workers, since bits depend on it
+EXACT_KEYS = 2**13  # that its page tables hold at least: beyond, kernels share out keys as finely however many there are
 SCORE_ROWS = 64  # tokens of prompts that get log-probabilities in one call, whose logits exist at the same time
 PREFILL_TILE = 16  # queries that share one page gather; prompts are padded to whole tiles
 _MAX_PREFILL_BUCKETS = 4

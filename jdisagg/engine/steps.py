@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdisagg.engine.batches import ExactBatch, PrefillBatch
+from jdisagg.engine.buckets import EXACT_KEYS
 from jdisagg.engine.model import DecoderModel
 from jdisagg.engine.sampler import Logprobs, Sampling, sample, score, score_if
 from jdisagg.engine.state import DecodeState, record_tokens, take_rows
@@ -85,7 +86,7 @@ class StepFunctions:
         positions = jnp.where(batch.decodes, lengths - 1, batch.positions)
         valid = (positions >= 0) & self._has_entry(state, positions)
         rows = rows_of_tokens(positions, valid)
-        tokens = self._tokens(token_ids, positions, valid, state.page_table[batch.slots], rows)
+        tokens = self._tokens(token_ids, positions, valid, self._wide(state.page_table[batch.slots]), rows)
         kv, hidden = self.model.forward(params, kv, tokens)
         logits = self._logits(params, hidden)
         slots = jnp.where(batch.samples, batch.slots, state.history.shape[0] - 1)
@@ -98,6 +99,12 @@ class StepFunctions:
         """Whether the page table goes as far as `positions`. Of several steps in one dispatch, one that ends with its context
         needs fewer than its neighbours: kernels would read its next page from what lies behind its table."""
         return positions < state.page_table.shape[1] * self.page_size
+
+    def _wide(self, tables: jax.Array) -> jax.Array:
+        """By a table's width a kernel chooses into how many parts it splits keys, up to EXACT_KEYS: bits would depend on
+        `--max-model-len`, of which a worker may have another."""
+        missing = -(-EXACT_KEYS // self.page_size) - tables.shape[1]
+        return jnp.pad(tables, ((0, 0), (0, max(0, missing))))
 
     def _tokens(
         self, token_ids: jax.Array, positions: jax.Array, valid: jax.Array, tables: jax.Array, rows: Rows
