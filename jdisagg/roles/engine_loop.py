@@ -21,6 +21,7 @@ from typing import Any
 
 from jdisagg.core.errors import NumericalError, RequestError, Unavailable
 from jdisagg.core.fleet import Load
+from jdisagg.core.logs import Seldom
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance
 from jdisagg.core.timeline import Timeline
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.05  # longest sleep of an idle engine: deadlines, leases and the health clock are looked at this often
 LISTEN_S = 0.001  # longest sleep of one that waits for a step and listens: the step's end is seen this late
+NAN_EVERY_S, NAN_FIRST = 10.0, 16  # that are told: a bad device, or bad weights, fail all
 
 
 class EngineLoop:
@@ -74,6 +76,7 @@ class EngineLoop:
         self._stages = StageClock(metrics, clock)
         self._was_idle = False
         self._idle_check = IdleCheck()
+        self._told_nan = Seldom(NAN_EVERY_S, NAN_FIRST)
         self._kept = deque[Message]()  # not handled yet; what comes during a step keeps until the next tick
 
     def tick(self, now_s: float) -> bool:
@@ -95,7 +98,7 @@ class EngineLoop:
         expired = self._scheduler.expire(now_s)
         turn = self._pipeline.turn(now_s, stages, lambda: self._listen(outputs, now_s + self._clock() - began_s))
         ended_s = now_s + turn.host_s + turn.waited_s
-        self._metrics.engine.nan_requests.inc(sum(isinstance(output.error, NumericalError) for output in turn.outputs))
+        self._tell_nan(turn.outputs, ended_s)
         outputs += self._role.after_step(turn.plan, expired + turn.outputs, ended_s)
         stages.lap(Stage.PEERS)
         self._mark(turn.plan, now_s)
@@ -117,6 +120,13 @@ class EngineLoop:
         for message in messages:
             if not isinstance(message, Submit | Cancel | Call):
                 outputs += self._role.handle(message, now_s)
+
+    def _tell_nan(self, outputs: list[Output], now_s: float) -> None:
+        """What this device computed to no use: else the client alone would know of it, wherever it failed."""
+        for output in outputs:
+            if isinstance(output.error, NumericalError):
+                self._metrics.engine.nan_requests.inc()
+                self._told_nan.say(log, logging.ERROR, "%s", output.error.message, now_s=now_s)
 
     def _mark(self, plan: Plan | None, now_s: float) -> None:
         """Tell the requests' records what the step just planned does to them."""

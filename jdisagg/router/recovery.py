@@ -118,13 +118,24 @@ class Replays:
         raise error
 
     def heard(self, flight: Flight, output: Output, now_s: float) -> None:
-        """A worker sent `output`: says what a recovery that is now over has cost."""
+        """A worker sent `output`: says what a recovery that is now over has cost, and why the worker fails it."""
         if not (output.token_ids or output.finish):
             return
+        if output.error is not None:
+            self._say_failed(flight, output.error, now_s)
         waited_s = flight.setbacks.overcome(now_s)
         if waited_s is not None and output.error is None and flight.entry is not None:
             told = (flight.request.request_id, waited_s, flight.attempt, flight.entry.member.worker)
             log.info("request %s: goes on %.2f s after it was lost; attempt %d, worker %s", *told)
+
+    def _say_failed(self, flight: Flight, error: RequestError, now_s: float) -> None:
+        """No other worker is asked. Of what was wrong with the request, or came too late, its client is told alone."""
+        if error.http_status != RequestError.http_status or flight.entry is None:
+            return
+        why = error.message.removeprefix(f"request {flight.request.request_id}: ")
+        told = (flight.request.request_id, _stage(flight), flight.entry.member.worker, why)
+        text = "request %s: failed; stage %s, worker %s: %s"
+        self._told_failed[logging.WARNING].say(log, logging.WARNING, text, *told, now_s=now_s)
 
     def _check(self, flight: Flight, lost: Lost, *, alone: bool, num_live: int, now_s: float) -> None:
         """Raises the error that ends the request."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from jdisagg.core.errors import NumericalError
@@ -37,7 +39,7 @@ def test_one_that_waits_for_room_in_the_buffer_does_not_get_what_another_leaves_
 
 
 @pytest.mark.parametrize("where", ["prefill", "decode"])
-def test_nan_counts_at_the_worker_whose_device_made_it(where: str) -> None:
+def test_nan_counts_and_is_logged_at_the_worker_whose_device_made_it(where: str, caplog: pytest.LogCaptureFixture) -> None:
     world = World(local_prefill=False)
     world.submit(request("a", PROMPT, 8))
     while where == "decode" and not world.outputs["a"]:  # its first token is P's
@@ -48,3 +50,6 @@ def test_nan_counts_at_the_worker_whose_device_made_it(where: str) -> None:
     assert isinstance(world.outputs["a"][-1].error, NumericalError)
     counts = [read(engine.metrics, "nan_requests_total") for engine in (world.prefill, world.decode)]
     assert counts == ([1, 0] if where == "prefill" else [0, 1])
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    named = r"a#\d+" if where == "prefill" else "a"
+    assert re.match(rf"request {named}: step \d+ produced no usable logits", said)

@@ -8,7 +8,7 @@ from time import monotonic
 
 import pytest
 
-from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, NumericalError, RequestError, Unavailable
 from jdisagg.core.requests import Output
 from jdisagg.router.prefixes import BLOCK_TOKENS
 from jdisagg.router.recovery import ReplayConfig
@@ -40,6 +40,30 @@ def test_a_request_ends_at_its_deadline_even_when_the_worker_does_not():
         assert isinstance(output.error, DeadlineExceeded)
         assert 0.2 <= monotonic() - began_s < 20.0, "not before it"
         await until(lambda: not worker.engine.live)
+        await stop(router, worker)
+
+    run_quiet(body())
+
+
+def test_what_a_worker_fails_a_request_for_is_in_the_log_unless_its_client_alone_can_help_it(caplog):
+    async def body() -> None:
+        router = await Router().start()
+        (worker,) = await fleet(FakeWorker((router.address,)), router=router)
+        errors = (
+            NumericalError("request r1: step 3 produced no usable logits (NaN)"),
+            RequestError("request r2: out of its mind"),
+            InvalidRequest("request r3: wrong"),
+            DeadlineExceeded("request r4: late"),
+        )
+        for number, worker.engine.refuse in enumerate(errors, start=1):
+            (output,) = await collect(router, ask(f"r{number}"))
+            assert (type(output.error), str(output.error)) == (type(worker.engine.refuse), worker.engine.refuse.message)
+        where = f"failed; stage before its first token, worker fake @ {worker.address}"
+        said = [record.getMessage() for record in caplog.records if record.name == "jdisagg.router.recovery"]
+        assert said == [
+            f"request r1: {where}: step 3 produced no usable logits (NaN)",
+            f"request r2: {where}: out of its mind",
+        ]
         await stop(router, worker)
 
     run_quiet(body())
