@@ -66,7 +66,8 @@ class WorkerNews:
 
     def gone(self, entry: Entry, reason: str) -> None:
         """Its stream, or a prefill worker's heartbeats, are over."""
-        if entry.member.draining and not entry.pending:
+        has_ours = entry.member.decodes and entry.pending  # those that named a prefill worker first may be anywhere by now
+        if entry.member.draining and not has_ours:
             log.info("%s worker %s has left", *_who(entry))
         else:
             log.warning("%s worker %s is lost: %s", *_who(entry), reason)

@@ -146,6 +146,34 @@ def test_a_worker_that_drained_has_left_and_any_other_is_lost(draining, role, ca
     run_quiet(body())
 
 
+def test_a_prefill_worker_that_drained_has_left_though_prompts_wait_that_named_it_first(caplog):
+    """They may wait anywhere by then: it was full, or drained already."""
+    caplog.set_level("INFO")
+
+    async def body() -> None:
+        router = await Router(config=IMPATIENT, step_timeout_s=60.0).start()
+        prefill = await FakeWorker((router.address,), Role.PREFILL).start()
+        await until(router.engine.workers.members)
+        (decode,) = await fleet(FakeWorker((router.address,)), router=router)
+        decode.engine.frozen = True
+        answer = asyncio.create_task(collect(router, asked := ask("r1")))
+        entry = router.engine.workers.fleet.at(prefill.address)
+        assert entry is not None
+        await until(lambda: entry.pending)
+        prefill.draining = True
+        await prefill.registration.announce()
+        await prefill.die()
+        await until(lambda: router.engine.workers.fleet.at(prefill.address) is None)
+        wanted = f"prefill worker {entry.member.worker} has left"
+        assert levels(caplog, "jdisagg.router.worker_news", wanted) == ["INFO"]
+        assert router.metrics.fleet.lost.labels(reason="evicted")._value.get() == 0
+        decode.engine.frozen = False
+        assert_whole(asked, await answer)
+        await stop(router, decode)
+
+    run_quiet(body())
+
+
 def test_a_restarted_router_learns_its_fleet_and_its_workers_free_the_old_streams():
     async def body() -> None:
         router = await Router().start()
