@@ -49,6 +49,12 @@ class Borrowed:
     num_bytes: int
     outcome: Outcome
     cause: str
+    lender: str  # its address
+
+    @property
+    def brought_nothing(self) -> bool:
+        """Whether D said that it lends, and none of it came."""
+        return self.outcome in (Outcome.FAILED, Outcome.STALLED) and not self.num_tokens
 
 
 BorrowerAction = act.Reply | act.Fetch | act.CancelFetch | act.Import | Borrowed
@@ -191,7 +197,7 @@ class Borrower:
         acks = [act.Reply(record.handoff, Ack(key=key)) for key in record.pieces]
         held_tokens = record.arrived.reach(record.begin)
         sizes = (held_tokens, record.arrived.num_tokens, record.num_bytes)
-        ended = Borrowed(record.handoff, record.engine_request_id, *sizes, outcome, cause)
+        ended = Borrowed(record.handoff, record.engine_request_id, *sizes, outcome, cause, record.lending.address)
         return [act.CancelFetch(record.handoff), *acks, ended]
 
     def _forget(self, handoff: HandoffId) -> Borrowing | None:

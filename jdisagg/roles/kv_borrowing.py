@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
+from jdisagg.core.fleet import WHERE_TO_LOOK
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Provenance
 from jdisagg.handoff import actions as act
@@ -23,6 +25,8 @@ from jdisagg.sched.scheduler import Scheduler
 from jdisagg.transfer.base import Fetcher, Piece, PieceArrived, PieceFailed
 
 log = logging.getLogger(__name__)
+
+NO_KV_S = 30.0  # for which nothing is fetched from a D of which nothing came: each prompt would wait for a second in vain
 
 
 class KVBorrowing:
@@ -53,10 +57,11 @@ class KVBorrowing:
         self._handoffs: dict[str, HandoffId] = {}  # of requests that borrow or have borrowed, until they are released
         self._ended: dict[str, Borrowed] = {}  # likewise, once that is over
         self._arrived: dict[tuple[HandoffId, str], Piece] = {}  # confirmed pieces until their Import action, same call
+        self._no_kv_s: dict[str, float] = {}  # when nothing came from a D, by its address
 
     # --- requests
 
-    def consider(self, admit: act.Admit) -> None:
+    def consider(self, admit: act.Admit, now_s: float) -> None:
         """The request was just queued to be computed here: have it wait for D's KV instead, when that is worth it."""
         request, lending = admit.request, admit.lending
         request_id = request.request_id
@@ -64,6 +69,8 @@ class KVBorrowing:
             return
         if request.sampling.prompt_logprobs is not None:
             return  # every position is computed for them
+        if now_s - self._no_kv_s.get(lending.address, -inf) < NO_KV_S:
+            return
         end = min(admit.held_tokens, request.num_tokens - 1) // self._page_size * self._page_size
         cached_tokens = self._scheduler.held_tokens(request_id)
         if end - cached_tokens < self._min_tokens:
@@ -80,7 +87,7 @@ class KVBorrowing:
         """Pages may have been reserved in the step just planned."""
         replies: list[act.Reply] = []
         for reserved in self._scheduler.take_reserved():
-            replies += self._execute(self._borrower.on_reserved(reserved.request_id, now_s))
+            replies += self._execute(self._borrower.on_reserved(reserved.request_id, now_s), now_s)
         return replies
 
     def sign(self, request_id: str, provenance: Provenance) -> Provenance:
@@ -94,33 +101,33 @@ class KVBorrowing:
         """The hand-off is over; idempotent."""
         self._ended.pop(request_id, None)
         if handoff := self._handoffs.pop(request_id, None):
-            self._execute(self._borrower.release(handoff))
+            self._execute(self._borrower.release(handoff), 0.0)  # nothing that it does looks at the time
 
     # --- events
 
     def on_message(self, handoff: HandoffId, message: ChunkReady | Declined, now_s: float) -> list[act.Reply]:
         """D has published something it lends, or will not."""
-        return self._execute(self._borrower.on_message(handoff, message, now_s))
+        return self._execute(self._borrower.on_message(handoff, message, now_s), now_s)
 
     def on_fetched(self, event: PieceArrived | PieceFailed, now_s: float) -> list[act.Reply]:
         """A transfer thread is through with a piece."""
         handoff, key = event.handoff, event.ready.key
         if isinstance(event, PieceFailed):
             self._transfers.failed(event)
-            return self._execute(self._borrower.on_failed(handoff, key, event.reason))
+            return self._execute(self._borrower.on_failed(handoff, key, event.reason), now_s)
         self._transfers.arrived(event)
         self._arrived[handoff, key] = event.piece
-        replies = self._execute(self._borrower.on_arrived(handoff, key, now_s))
+        replies = self._execute(self._borrower.on_arrived(handoff, key, now_s), now_s)
         self._arrived.pop((handoff, key), None)  # late or duplicate: dropped
         return replies
 
     def tick(self, now_s: float) -> list[act.Reply]:
         """Time passes."""
-        return self._execute(self._borrower.tick(now_s))
+        return self._execute(self._borrower.tick(now_s), now_s)
 
     # --- actions
 
-    def _execute(self, actions: Sequence[BorrowerAction]) -> list[act.Reply]:
+    def _execute(self, actions: Sequence[BorrowerAction], now_s: float) -> list[act.Reply]:
         replies: list[act.Reply] = []
         for action in actions:
             match action:
@@ -133,17 +140,23 @@ class KVBorrowing:
                 case act.Import(request_id=request_id, handoff=handoff, key=key):
                     self._runner.import_tokens(self._scheduler.page_table(request_id), self._arrived.pop((handoff, key)))
                 case Borrowed():
-                    self._end(action)
+                    self._end(action, now_s)
         return replies
 
-    def _end(self, borrowed: Borrowed) -> None:
+    def _end(self, borrowed: Borrowed, now_s: float) -> None:
         self._ended[borrowed.engine_request_id] = borrowed
         self._metrics.transfer.borrowings.labels(outcome=borrowed.outcome.value).inc()
         self._metrics.transfer.borrowed_tokens.inc(borrowed.num_tokens)
         if borrowed.outcome is not Outcome.COMPLETE:
-            where = f"request {borrowed.handoff.request_id}: borrowing {borrowed.outcome.value}"
-            log.warning("%s after %d tokens: %s; the rest is computed here", where, borrowed.num_tokens, borrowed.cause)
+            where = f"request {borrowed.handoff.request_id}: borrowing from {borrowed.lender} {borrowed.outcome.value}"
+            then = self._avoid(borrowed.lender, now_s) if borrowed.brought_nothing else ""
+            log.warning("%s after %d tokens: %s; the rest is computed here%s", where, borrowed.num_tokens, borrowed.cause, then)
         self._scheduler.compute_locally(borrowed.engine_request_id, borrowed.held_tokens)
+
+    def _avoid(self, lender: str, now_s: float) -> str:
+        """Fetch nothing from there for a while; says so."""
+        self._no_kv_s = {one: no_kv_s for one, no_kv_s in self._no_kv_s.items() if now_s - no_kv_s < NO_KV_S} | {lender: now_s}
+        return f"; nothing is fetched from there for {NO_KV_S:g} s: look at its {WHERE_TO_LOOK}"
 
     # --- views
 

@@ -240,7 +240,7 @@ class PrefillRole:
         except RequestError as error:
             self._execute(self._handoffs.on_refused(handoff, error), now_s)
             return
-        self._borrowing.consider(admit)
+        self._borrowing.consider(admit, now_s)
         self._records[request.request_id] = RequestRecord(self._metrics, request, now_s, self._slow_request_s)
         cached_tokens = self._scheduler.held_tokens(request.request_id)
         self._execute(self._handoffs.on_admitted(handoff, cached_tokens), now_s)

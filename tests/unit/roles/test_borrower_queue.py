@@ -32,7 +32,7 @@ def borrowing_of(engine: FakeEngine) -> KVBorrowing:
 def borrow(engine: FakeEngine, name: str) -> None:
     engine.add(asked := request(name, PROMPT, 3))
     lending = Lending(address="d", backend="fake", dtype="float32")
-    borrowing_of(engine).consider(act.Admit(HandoffId(name, 1), asked, len(PROMPT), lending))
+    borrowing_of(engine).consider(act.Admit(HandoffId(name, 1), asked, len(PROMPT), lending), engine.now_s)
 
 
 def test_no_place_came_free_when_one_that_waits_begins_to_borrow() -> None:

@@ -10,6 +10,7 @@ import pytest
 from jdisagg.handoff.events import FromPrefill
 from jdisagg.handoff.messages import Accepted, ChunkReady, Grant, HandoffId, Open, Quiet, Want
 from jdisagg.roles.inbox import Inbox
+from jdisagg.roles.kv_borrowing import NO_KV_S
 from jdisagg.transfer.base import Piece, PublishFailed
 from tests.unit.roles.measured import read
 from tests.unit.roles.second_turn import PROMPT, QUESTION, first_turn, moved, provenance_of, serve_second_turn, since
@@ -40,7 +41,7 @@ def test_what_arrived_before_a_loss_is_not_computed(caplog: pytest.LogCaptureFix
     assert world.tokens("t2") == expected(prompt, 4, ignore_eos=True)
     assert since(world, before) == (len(prompt) - 24, 8, len(prompt) - 16)
     assert provenance_of(world, "t2").borrowed_tokens == 8
-    said = "borrowing failed after 8 tokens: fetch of [16, 24): connection; the rest is computed here"
+    said = f"borrowing from {world.wire.name} failed after 8 tokens: fetch of [16, 24): connection; the rest is computed here"
     assert [line for line in caplog.messages if "borrowing" in line] == [f"request t2: {said}"]
     metrics = world.prefill.metrics
     assert (read(metrics, "borrowings_total", outcome="failed"), read(metrics, "borrowed_tokens_total")) == (1, 8)
@@ -110,6 +111,52 @@ def test_a_silent_receiver_costs_p_a_second_and_no_more() -> None:
     world.lent.publish = publish  # type: ignore[method-assign]
     assert (down, up, computed) == (len(prompt) - 24, 0, len(prompt) - 8)
     assert world.prefill.metrics.transfer.borrowings.labels(outcome="stalled")._value.get() == 1
+
+
+def test_from_a_receiver_of_which_nothing_comes_nothing_is_fetched_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    """P need not reach a D that reaches P: each prompt would wait for a second."""
+    world = World(local_prefill=False, want_min_tokens=4)
+    prompt = first_turn(world)
+
+    def serve(name: str) -> float:
+        world.prefill.scheduler.reset_prefix_cache()
+        before = moved(world)
+        world.submit(request(name, prompt, 4, ignore_eos=True))
+        world.settle()
+        assert world.tokens(name) == expected(prompt, 4, ignore_eos=True)
+        return since(world, before)[1]
+
+    def said() -> list[str]:
+        return [line for line in caplog.messages if "borrowing" in line]
+
+    assert serve("reached") > 0
+    world.network.lose_lent = 9
+    for name in ("lost", "spared"):
+        assert serve(name) == 0
+    then = "the rest is computed here; nothing is fetched from there for 30 s: look at its --advertise-host"
+    (line,) = said()
+    assert line.startswith(f"request lost: borrowing from {world.wire.name} failed after 0 tokens: ")
+    assert then in line
+    world.network.lose_lent = 0
+    world.now_s += NO_KV_S
+    assert serve("reached again") > 0
+    assert len(said()) == 1
+
+
+def test_a_receiver_of_which_some_came_is_asked_again() -> None:
+    world = World(local_prefill=False, want_min_tokens=4)
+    prompt = first_turn(world)
+    world.submit(request("t2", prompt, 4, ignore_eos=True))
+    while not read(world.prefill.metrics, "transfer_bytes_total", backend="fake"):
+        world.tick()
+    world.network.lose_lent = 9
+    world.settle()
+    assert read(world.prefill.metrics, "borrowings_total", outcome="failed") == 1
+    world.network.lose_lent = 0
+    world.prefill.scheduler.reset_prefix_cache()
+    world.submit(request("t3", prompt, 4, ignore_eos=True))
+    world.settle()
+    assert read(world.prefill.metrics, "borrowings_total", outcome="complete") == 1
 
 
 @pytest.mark.covers("I-3", "X17")
