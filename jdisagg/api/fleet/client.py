@@ -33,6 +33,12 @@ RPC_TIMEOUT_S = 1.0
 RETRY_S = 0.25
 AFTER_BUG_S = 1.0  # what failed in this process fails again: the log says so once a second
 UNHEARD_S = 5.0  # until a router that never answered is told of: it may be starting as well
+NO_ROUTER = "what answers there is none; give --router the --grpc-port of a router"
+_NOT_TAKEN = {  # what says so, and how loud
+    grpc.StatusCode.ALREADY_EXISTS: logging.WARNING,  # it passes
+    grpc.StatusCode.FAILED_PRECONDITION: logging.ERROR,
+    grpc.StatusCode.UNIMPLEMENTED: logging.ERROR,  # another process of a fleet, or of somebody else
+}
 
 
 @dataclass(slots=True)
@@ -172,10 +178,10 @@ class FleetClient:
                 log.error("router %s refuses this worker: %s", router, why)
         elif draining:
             return
-        elif code in (grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.FAILED_PRECONDITION):
+        elif (level := _NOT_TAKEN.get(code)) is not None:
             if known.not_taken is not code:
                 known.not_taken = code
-                level = logging.ERROR if code is grpc.StatusCode.FAILED_PRECONDITION else logging.WARNING
+                why = NO_ROUTER if code is grpc.StatusCode.UNIMPLEMENTED else why
                 log.log(level, "router %s does not take this worker: %s; registering until it does", router, why)
         elif known.is_registered and known.is_leaving:
             log.info("router %s has stopped, as it said; registering again when it is back", router)

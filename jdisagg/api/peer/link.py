@@ -14,6 +14,7 @@ import grpc.aio
 
 from jdisagg.api.channels import Credentials, may_have_left, open_channel
 from jdisagg.api.peer.identity_codec import decode_identity, encode_identity
+from jdisagg.api.peer.piece_server import NO_PREFILL
 from jdisagg.api.peer.ports import PeerPorts, Reached
 from jdisagg.api.peer.shared_pulse import SharedPulse
 from jdisagg.api.tasks import cancel_and_wait
@@ -180,5 +181,6 @@ class PeerLink:
             return await self._stub.Hello(request, timeout=min(max(HELLO_TIMEOUT_S, self._dead_after_s), LONGEST_HELLO_S))
         except grpc.aio.AioRpcError as error:
             reason = "hello" if error.code() is grpc.StatusCode.FAILED_PRECONDITION else "unreachable"
-            text = f"prefill peer {self.peer}: Hello: {error.code().name}: {told(error.details() or '')}"
+            said = NO_PREFILL if error.code() is grpc.StatusCode.UNIMPLEMENTED else told(error.details() or "")
+            text = f"prefill peer {self.peer}: Hello: {error.code().name}: {said}"
             return HelloFailed(reason, Unavailable(text))

@@ -16,7 +16,7 @@ from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 FETCH_PART_BYTES = 2**19  # halves of it cost a third more time; who reads over a slow network asks for less at a time
 LEAST_PART_BYTES = 2**14
 STALL_TIMEOUT_S = 10.0  # for a reader that takes nothing; what it reads stays in memory until then
-NO_PREFILL = "this address is no prefill worker's; look at the --advertise-host and --advertise-port of the one that is meant"
+NO_PREFILL = "this is no prefill worker; look at --prefill, and at --advertise-host and --advertise-port of the one meant"
 _KEY_SHOWN = 200  # characters
 
 

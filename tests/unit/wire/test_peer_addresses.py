@@ -14,6 +14,7 @@ import pytest
 
 from jdisagg.api.peer.book import USELESS_S, PeerBook
 from jdisagg.api.peer.byte_source import GrpcByteSource
+from jdisagg.api.peer.piece_server import NO_PREFILL
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
 from jdisagg.core.fleet import SUSPECT_S
@@ -108,7 +109,7 @@ def test_a_watched_peer_that_takes_us_and_that_we_cannot_take_is_known_not_to_pa
         ("raises", "unreachable", "Hello: UNKNOWN"),
         ("not found", "unreachable", "Hello: NOT_FOUND: no such worker"),
         ("says nothing", "hello", "protocol: wanted"),
-        ("serves something else", "unreachable", "Hello: UNIMPLEMENTED"),
+        ("serves something else", "unreachable", f"Hello: UNIMPLEMENTED: {NO_PREFILL}"),
     ],
 )
 def test_a_useless_answer_to_hello_ends_its_hand_offs_with_an_error_and_no_other(how: str, reason: str, text: str):

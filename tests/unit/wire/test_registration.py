@@ -11,6 +11,7 @@ import pytest
 
 from jdisagg.api import channels
 from jdisagg.api.fleet import elsewhere, service
+from jdisagg.api.fleet.client import NO_ROUTER
 from jdisagg.api.fleet.codec import decode_member, encode_member
 from jdisagg.api.fleet.elsewhere import nobody_reaches
 from jdisagg.core.host_names import Address
@@ -47,6 +48,23 @@ def test_workers_register_heartbeat_and_register_again():
         await worker.die()
         await until(lambda: not again.engine.workers.members())  # evicted
         await again.stop()
+
+    run_quiet(body())
+
+
+def test_a_worker_whose_router_is_none_says_so_once_and_what_to_change(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        caplog.clear()
+        other = await FakeWorker(()).start()
+        worker = await FakeWorker((other.address,)).start()
+        await until(lambda: "does not take this worker" in caplog.text)
+        await asyncio.sleep(0.6)  # it tries again
+        own = [record for record in caplog.records if record.name == "jdisagg.api.fleet.client"]
+        said = [(record.levelname, record.getMessage()) for record in own]
+        assert said == [("ERROR", f"router {other.address} does not take this worker: {NO_ROUTER}; registering until it does")]
+        assert "--router" in NO_ROUTER
+        for one in (worker, other):
+            await one.die()
 
     run_quiet(body())
 
