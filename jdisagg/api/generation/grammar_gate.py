@@ -52,7 +52,7 @@ class GrammarGate:
         self._checks: dict[Grammar, asyncio.Task[str | RequestError]] = {}
         self._one_at_a_time = asyncio.Lock()
         self._checker = _Checker(grammars.vocabulary)
-        self._told = Seldom(_TOLD_EVERY_S)
+        self._told, self._told_unchecked = Seldom(_TOLD_EVERY_S), Seldom(_TOLD_EVERY_S)
 
     async def prepare(self, grammar: Grammar) -> None:
         """When this returns, `grammars` has it. Raises InvalidRequest, Overloaded while too many others are looked at or held,
@@ -89,6 +89,9 @@ class GrammarGate:
         try:
             return await self._checked(grammar)
         except RequestError as error:
+            if isinstance(error, Unavailable) and not self._checker.is_closed:
+                text = "requests with a grammar that is new here fail: %s"
+                self._told_unchecked.say(log, logging.WARNING, text, error.message, now_s=monotonic())
             return error.with_traceback(None)
 
     async def _checked(self, grammar: Grammar) -> str:
@@ -152,6 +155,11 @@ class _Checker:
         """Whether it runs."""
         process = self._process
         return process is not None and process.poll() is None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether none is started any more."""
+        return self._closed
 
     def ask(self, grammar: Grammar) -> str | None:
         """What is wrong with a grammar, "" = nothing; None: the process has not survived it. What is no fault of the

@@ -80,17 +80,25 @@ def test_whose_checker_is_killed_again_and_again_may_come_later() -> None:
     ],
 )
 def test_a_checker_that_does_not_start_speaks_against_no_grammar(
-    command: tuple[str, ...], why: str, monkeypatch: pytest.MonkeyPatch
+    command: tuple[str, ...], why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(grammar_gate, "_TOLD_EVERY_S", 600.0)
+
     async def body() -> None:
         gate, works = GrammarGate(demo_grammars(), Metrics()), grammar_gate._COMMAND
         monkeypatch.setattr(grammar_gate, "_COMMAND", command)
         for _ in range(2):
             with pytest.raises(Unavailable, match=f"^grammars cannot be checked, .*{why}$"):
                 await gate.prepare(GOOD[0])
+        (said,) = caplog.messages
+        assert said.startswith("requests with a grammar that is new here fail: grammars cannot be checked")
+        assert said.endswith(why)
         monkeypatch.setattr(grammar_gate, "_COMMAND", works)
         await gate.prepare(GOOD[0])
         await gate.aclose()
+        with pytest.raises(Unavailable, match="about to end"):
+            await gate.prepare(GOOD[1])
+        assert caplog.messages == [said]
 
     run_quiet(body())
 
