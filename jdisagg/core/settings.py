@@ -190,8 +190,10 @@ def _check_together(values: Values) -> None:
         )
     if config.cache.enable_kv_events and not config.cache.enable_prefix_caching:
         fail("--enable-kv-events", True, "prefix caching: drop --no-enable-prefix-caching, or there is nothing to publish")
-    if config.transfer.dead_after_s < 2 * config.transfer.heartbeat_s:
-        fail("--dead-after-s", config.transfer.dead_after_s, f"at least twice --heartbeat-s = {config.transfer.heartbeat_s:g}")
+    beat_s = config.transfer.heartbeat_s
+    for option, limit_s in (("--dead-after-s", config.transfer.dead_after_s), ("--lease-s", config.transfer.lease_s)):
+        if limit_s < 2 * beat_s:  # whoever is alive would be given up between two of them
+            fail(option, limit_s, f"at least twice --heartbeat-s = {beat_s:g}")
     can_prefill = config.transfer.prefill or config.server.router or config.transfer.local_prefill is not LocalPrefill.NEVER
     if config.role == "decode" and not can_prefill:
         fail("--local-prefill", "never", "a way to prefill: give --prefill or --router, or allow local prefill")

@@ -22,7 +22,7 @@ argv_strategy = st.fixed_dictionaries(
         "--num-pages": st.integers(2, 10**9).map(str),
         "--prefill": st.lists(st.integers(1, 65535), unique=True, max_size=3).map(lambda p: ",".join(f"h:{x}" for x in p)),
         "--local-prefill": st.sampled_from(["on-failure", "below-tokens=0", "below-tokens=77"]),
-        "--lease-s": st.floats(0.1, 1e6).map(str),
+        "--lease-s": st.floats(0.5, 1e6).map(str),
         "--layer-loop": st.sampled_from(["auto", "unrolled", "scan"]),
         "--devices": st.sampled_from(["0", "0-3,7"]),
     },

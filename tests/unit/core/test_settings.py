@@ -161,6 +161,8 @@ def test_a_pool_size_flag_replaces_another_pool_size_of_the_file(write) -> None:
         (["--safety-margin", "-0.01"], "--safety-margin: got -0.01, wanted at least 0"),
         (["--safety-margin", "0.91"], "--safety-margin: got 0.91, wanted at most 0.9"),
         (["--dead-after-s", "0.3"], "--dead-after-s: got 0.3, wanted at least twice --heartbeat-s = 0.25"),
+        (["--lease-s", "0.3"], "--lease-s: got 0.3, wanted at least twice --heartbeat-s = 0.25"),
+        (["--heartbeat-s", "6", "--dead-after-s", "12"], "--lease-s: got 10.0, wanted at least twice --heartbeat-s = 6"),
         (["--role", "decode", "--local-prefill", "never"], "wanted a way to prefill: give --prefill or --router"),
         (["--num-prefill", "0", "--local-prefill", "never"], "--num-prefill: got 0, wanted at least 1 with --local-prefill"),
         (["--schedule-log", "no/such/log"], "--schedule-log: got 'no/such/log', wanted a file in a directory that exists"),
