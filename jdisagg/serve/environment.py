@@ -40,11 +40,12 @@ def pin_to_cores(device: DeviceConfig) -> None:
         return
     if not hasattr(os, "sched_setaffinity"):
         raise ConfigError("--cpu-affinity: this operating system cannot pin processes; leave the flag out")
-    try:
-        os.sched_setaffinity(0, parse_ranges(device.cpu_affinity, "--cpu-affinity"))
-    except OSError as error:
-        usable = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-        raise ConfigError(f"--cpu-affinity: got {device.cpu_affinity!r}, wanted cores out of {usable}") from error
+    wanted, usable = parse_ranges(device.cpu_affinity, "--cpu-affinity"), os.sched_getaffinity(0)
+    with suppress(OSError):  # it has none of them
+        os.sched_setaffinity(0, wanted)
+    if os.sched_getaffinity(0) != set(wanted):  # of some that there are not the kernel says nothing
+        cores = ",".join(map(str, sorted(usable)))
+        raise ConfigError(f"--cpu-affinity: got {device.cpu_affinity!r}, wanted cores out of {cores}")
 
 
 def num_devices_needed(config: Config) -> int:

@@ -11,7 +11,7 @@ import pytest
 
 from jdisagg.core.config import Config, DeviceConfig, LocalConfig, ModelConfig
 from jdisagg.core.errors import ConfigError
-from jdisagg.serve.environment import num_devices_needed, prepare_jax
+from jdisagg.serve.environment import num_devices_needed, pin_to_cores, prepare_jax
 
 COUNT = "--xla_force_host_platform_device_count"
 
@@ -46,6 +46,25 @@ def test_a_device_count_of_the_user_stays() -> None:
     environ = {"XLA_FLAGS": f"{COUNT}=8"}
     prepare_jax(config(tp=2), environ)
     assert environ["XLA_FLAGS"] == f"{COUNT}=8"
+
+
+@pytest.mark.parametrize(("wanted", "is_pinned"), [("0-1", True), ("1", True), ("0-3", False), ("1,9", False), ("9", False)])
+def test_cores_that_are_not_all_there_are_refused(wanted: str, is_pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the kernel has it: of four that are asked for it takes the two that there are, without a word."""
+    cores = {0, 1}
+
+    def pin(pid: int, asked: tuple[int, ...]) -> None:
+        if not (found := {0, 1} & set(asked)):
+            raise OSError
+        cores.intersection_update(found)
+
+    monkeypatch.setattr(os, "sched_setaffinity", pin)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(cores))
+    if is_pinned:
+        pin_to_cores(DeviceConfig(cpu_affinity=wanted))
+        return
+    with pytest.raises(ConfigError, match=f"--cpu-affinity: got '{wanted}', wanted cores out of 0,1$"):
+        pin_to_cores(DeviceConfig(cpu_affinity=wanted))
 
 
 @pytest.fixture
