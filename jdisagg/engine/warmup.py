@@ -14,8 +14,15 @@ import jax
 from jdisagg.engine.device import Device
 from jdisagg.engine.executables import Executable, executables
 from jdisagg.engine.runner import ModelRunner
+from jdisagg.kv.memory import wants_memory
 
 log = logging.getLogger(__name__)
+
+_NO_ROOM = (
+    "--max-num-batched-tokens: no memory is left to run {executable.name} ({executable.shape}) beside weights and KV; lower "
+    "it, --max-num-seqs or --transfer-chunk-tokens, or what KV gets (--kv-cache-bytes, --num-pages, "
+    "--device-memory-utilization)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +35,13 @@ class Warmed:
 
 
 def warm_up(runner: ModelRunner) -> list[Warmed]:
-    """Run everything once that the worker can need, on padding alone: slots, counts and pages (but the null page) stay."""
+    """Run everything once that the worker can need, on padding alone: slots, counts and pages (but the null page) stay. Raises
+    ConfigError where there is no memory for that beside weights and pool."""
     warmed: list[Warmed] = []
     for executable in executables(runner.shape, runner.device.shape):
         started_s = time.monotonic()
-        jax.block_until_ready(_run(runner.device, executable))
+        with wants_memory(_NO_ROOM.format(executable=executable)):
+            jax.block_until_ready(_run(runner.device, executable))
         _trim()
         warmed.append(Warmed(executable.name, executable.shape, time.monotonic() - started_s))
         log.info("compiled %s (%s) in %.2f s", executable.name, executable.shape, warmed[-1].seconds)

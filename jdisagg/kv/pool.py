@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from jdisagg.core.errors import ConfigError
 from jdisagg.kv.group import KVGroup
 from jdisagg.kv.layout import KVLayout
+from jdisagg.kv.memory import wants_memory
 
 MIN_PAGES = 2  # the null page and one to use
 
@@ -32,17 +32,13 @@ class KVPool:
         def zeroed_pool() -> tuple[KVGroup, ...]:
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-        try:
+        size_bytes = num_pages * sum(layout.bytes_per_page for layout in layouts)
+        with wants_memory(
+            f"--num-pages: {num_pages} pages of KV take {size_bytes} bytes, more than is free on {mesh.devices.size} "
+            "device(s); lower --num-pages, or --kv-cache-bytes or --device-memory-utilization if that was given"
+        ):
             arrays = jax.jit(zeroed_pool, out_shardings=self.shardings)()
             self._arrays: tuple[KVGroup, ...] | None = jax.block_until_ready(arrays)
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            size_bytes = num_pages * sum(layout.bytes_per_page for layout in layouts)
-            raise ConfigError(
-                f"--num-pages: {num_pages} pages of KV take {size_bytes} bytes, more than is free on {mesh.devices.size} "
-                f"device(s); lower --num-pages, or --kv-cache-bytes or --device-memory-utilization if that was given"
-            ) from error
 
     def take(self) -> tuple[KVGroup, ...]:
         """Hand out the arrays, by group; the pool is empty until `put`."""

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from jdisagg.core.config import LayerLoop, ModelConfig, Numerics
 from jdisagg.core.fingerprint import Parts
+from jdisagg.kv.memory import wants_memory
 from jdisagg.models.fingerprint import fingerprint
 from jdisagg.models.form import choose_dtypes, choose_layer_loop
 from jdisagg.models.formats import choose_format
@@ -46,12 +47,17 @@ def load_model(config: ModelConfig, mesh: Mesh, *, seed: int) -> LoadedModel:
     spec = ModelSpec.from_config(read_config(directory))
     check_model(config, spec, mesh.shape["tp"])
     dtype, kv_dtype = choose_dtypes(config, mesh.devices.flat[0].platform)
-    params = _load(choose_format(config.load_format, directory), directory, spec, mesh, dtype, seed=seed)
-    layer_loop = choose_layer_loop(config)
-    identity = fingerprint(spec, params, numerics=_numerics(config.numerics, layer_loop))
+    kind, layer_loop = choose_format(config.load_format, directory), choose_layer_loop(config)
+    with wants_memory(
+        f"--model: the weights of {config.model} in {dtype} are more than is free on {mesh.devices.size} device(s); use more "
+        "of them (--tensor-parallel-size), or see who else has their memory"
+    ):
+        params = _load(kind, directory, spec, mesh, dtype, seed=seed)
+        identity = fingerprint(spec, params, numerics=_numerics(config.numerics, layer_loop))
+        params = stack_layers(params) if layer_loop is LayerLoop.SCAN else params
     return LoadedModel(
         spec=spec,
-        params=stack_layers(params) if layer_loop is LayerLoop.SCAN else params,
+        params=params,
         layer_loop=layer_loop,
         fingerprint=identity.digest,
         fingerprint_parts=identity.parts,

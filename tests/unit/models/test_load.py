@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import huggingface_hub
 import jax
@@ -44,6 +44,18 @@ def test_every_device_holds_its_part_only(model_directory: Path, tmp_path: Path,
     assert cut.params["embed_tokens"]["embedding"].addressable_shards[0].data.shape == (32 // tp, 16)
     assert equal(whole, cut)
     assert cut.fingerprint == whole.fingerprint
+
+
+def test_weights_for_which_no_memory_is_left_are_refused_with_what_to_change(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 5 bytes.")
+
+    monkeypatch.setattr("jdisagg.models.load.load_safetensors", refuse)
+    wanted = r"^--model: the weights of .* in float32 are more than is free on 1 device.*--tensor-parallel-size.* 5 bytes"
+    with pytest.raises(ConfigError, match=wanted):
+        load(model_directory)
 
 
 @pytest.mark.parametrize(("load_format", "fetches"), [("auto", True), ("dummy", False)])
