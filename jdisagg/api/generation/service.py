@@ -48,7 +48,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             self._edge.refused(error)
             refuse(context, error, _path(error.field, request))
         except Exception:  # a bug of ours: gRPC would end the call with UNKNOWN, and tell the client all about it
-            log.exception("a call of Generate failed")
+            log.exception("request %s: a call of Generate failed", request.request_id or "without an id")
             refuse(context, JdisaggError("internal error; the server's log has the details"))
         else:
             if unread is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
 
@@ -25,12 +26,14 @@ from jdisagg.api.http.errors import error_response, plain_error
 from jdisagg.api.http.foreign_pages import ForeignPages
 from jdisagg.api.http.openapi import openapi_document
 from jdisagg.api.http.operations import Operations
-from jdisagg.api.http.request_id import HEADER, RequestIdHeader, shown_request_id
+from jdisagg.api.http.request_id import HEADER, RequestIdHeader, logged_request_id, shown_request_id
 from jdisagg.api.http.tokens import TokenEndpoints
 from jdisagg.api.turns import Turns
 from jdisagg.core.config import ServerConfig
 from jdisagg.core.errors import JdisaggError, RequestError, Unauthenticated
 from jdisagg.core.values import keys_of
+
+log = logging.getLogger(__name__)
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -157,7 +160,8 @@ def _meant(request: Request) -> str:
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    """The server logs the traceback; the client learns only that it is not its fault."""
+    """The server logs the traceback, and not whose it is; the client learns only that it is not its fault."""
+    log.error("request %s failed: %r; the stack is logged, too", logged_request_id(request.scope), error)
     response = plain_error(500, "internal error; the server's log has the details")
     response.headers.update(shown_request_id(request.scope))  # starlette answers a bug outside of all middleware
     return response

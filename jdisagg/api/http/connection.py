@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from jdisagg.api.http.errors import error_object
 from jdisagg.api.http.plain_chunks import encode_event
+from jdisagg.api.http.request_id import logged_request_id
 from jdisagg.api.tasks import cancel_and_wait
 from jdisagg.core.errors import Cancelled, JdisaggError
 
@@ -62,11 +63,11 @@ class EventStream(Response):
         """Send everything; closes the generator before it returns."""
         async with aclosing(self._rest):
             try:
-                await while_connected(receive, self._send_all(send))
+                await while_connected(receive, self._send_all(send, logged_request_id(scope)))
             except (Cancelled, OSError):
                 return  # nobody is there to be told; closing the generator frees the request
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send, request_id: str) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await _send_data(send, _encode(self._first))
         try:
@@ -77,7 +78,7 @@ class EventStream(Response):
         except OSError:
             raise
         except Exception:  # noqa: BLE001  # a bug of ours: logged, and the client is told that its answer is not whole
-            _log.exception("a stream failed")
+            _log.exception("request %s: its stream failed", request_id)
             await _send_data(send, _encode(error_object(JdisaggError("internal error; the server's log has the details"))))
         else:
             await _send_data(send, b"data: [DONE]\n\n")

@@ -74,6 +74,11 @@ def _name(scope: Scope, given: str | None) -> None:
     scope[_SHOWN] = given if given is not None else scope[_ID]
 
 
+def logged_request_id(scope: Scope) -> str:
+    """The id under which engine and logs know a call, for what is logged beside its endpoint."""
+    return scope.get(_ID, "without an id")
+
+
 def shown_request_id(scope: Scope) -> dict[str, str]:
     """The header of the answer; for answers that are made outside of `RequestIdHeader`."""
     return {HEADER: scope[_SHOWN]} if _SHOWN in scope else {}

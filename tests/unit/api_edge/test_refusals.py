@@ -117,9 +117,31 @@ def test_a_bug_ends_a_grpc_call_with_internal_and_the_log_alone_knows_more(
     async def check() -> None:
         async with serving(Buggy(tokenizer, "fox"), tokenizer) as served:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await served.stub.Generate(generation_pb2.GenerateRequest(text="the")).read()
+                await served.stub.Generate(generation_pb2.GenerateRequest(request_id="mine", text="the")).read()
             assert caught.value.code() is grpc.StatusCode.INTERNAL
             assert caught.value.details() == "internal error; the server's log has the details"
             assert "secret path" in caplog.text
+            assert "request mine: a call of Generate failed" in caplog.text
+
+    run(check())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bug_ends_a_call_over_http_and_the_log_has_its_id(
+    stream: bool, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def check() -> None:
+        engine = FakeEngine(tokenizer, "fox" * 20)
+        engine.failure = (2 if stream else 0, OverflowError("secret path /models/m"))  # type: ignore[assignment]
+        async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            asked = {"prompt": "the", "stream": stream}
+            answer = await http.post("/v1/completions", json=asked, headers={"x-request-id": "mine"})
+            assert answer.status_code == (200 if stream else 500)
+            assert "internal error; the server's log has the details" in answer.text
+            assert "secret" not in answer.text
+        (said,) = [message for message in caplog.messages if "cmpl-mine-" in message]
+        assert said.startswith("request cmpl-mine-")
+        assert "failed" in said
+        assert "secret path" in caplog.text
 
     run(check())
