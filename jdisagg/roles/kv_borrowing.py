@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 from jdisagg.core.fleet import WHERE_TO_LOOK
@@ -27,6 +26,7 @@ from jdisagg.transfer.base import Fetcher, Piece, PieceArrived, PieceFailed
 log = logging.getLogger(__name__)
 
 NO_KV_S = 30.0  # for which nothing is fetched from a D of which nothing came: each prompt would wait for a second in vain
+TRY_S = 10.0  # so long after one prompt tries it again others follow, unless it has succeeded: it may have to wait first
 
 
 class KVBorrowing:
@@ -57,7 +57,7 @@ class KVBorrowing:
         self._handoffs: dict[str, HandoffId] = {}  # of requests that borrow or have borrowed, until they are released
         self._ended: dict[str, Borrowed] = {}  # likewise, once that is over
         self._arrived: dict[tuple[HandoffId, str], Piece] = {}  # confirmed pieces until their Import action, same call
-        self._no_kv_s: dict[str, float] = {}  # when nothing came from a D, by its address
+        self._avoided: dict[str, float] = {}  # by address, until when, D of which nothing came
 
     # --- requests
 
@@ -69,11 +69,9 @@ class KVBorrowing:
             return
         if request.sampling.prompt_logprobs is not None:
             return  # every position is computed for them
-        if now_s - self._no_kv_s.get(lending.address, -inf) < NO_KV_S:
-            return
         end = min(admit.held_tokens, request.num_tokens - 1) // self._page_size * self._page_size
         cached_tokens = self._scheduler.held_tokens(request_id)
-        if end - cached_tokens < self._min_tokens:
+        if end - cached_tokens < self._min_tokens or not self._may_ask(lending.address, now_s):
             return
         self._scheduler.fetch_first(request_id, end)
         begin = self._scheduler.held_tokens(request_id)
@@ -147,15 +145,26 @@ class KVBorrowing:
         self._ended[borrowed.engine_request_id] = borrowed
         self._metrics.transfer.borrowings.labels(outcome=borrowed.outcome.value).inc()
         self._metrics.transfer.borrowed_tokens.inc(borrowed.num_tokens)
+        if borrowed.num_tokens:
+            self._avoided.pop(borrowed.lender, None)
         if borrowed.outcome is not Outcome.COMPLETE:
             where = f"request {borrowed.handoff.request_id}: borrowing from {borrowed.lender} {borrowed.outcome.value}"
             then = self._avoid(borrowed.lender, now_s) if borrowed.brought_nothing else ""
             log.warning("%s after %d tokens: %s; the rest is computed here%s", where, borrowed.num_tokens, borrowed.cause, then)
         self._scheduler.compute_locally(borrowed.engine_request_id, borrowed.held_tokens)
 
+    def _may_ask(self, lender: str, now_s: float) -> bool:
+        """Whether KV can be expected from there. When the time is over one prompt finds out, for all."""
+        if (until_s := self._avoided.get(lender)) is None:
+            return True
+        if now_s < until_s:
+            return False
+        self._avoided[lender] = now_s + TRY_S
+        return True
+
     def _avoid(self, lender: str, now_s: float) -> str:
         """Fetch nothing from there for a while; says so."""
-        self._no_kv_s = {one: no_kv_s for one, no_kv_s in self._no_kv_s.items() if now_s - no_kv_s < NO_KV_S} | {lender: now_s}
+        self._avoided = {one: until_s for one, until_s in self._avoided.items() if now_s < until_s} | {lender: now_s + NO_KV_S}
         return f"; nothing is fetched from there for {NO_KV_S:g} s: look at its {WHERE_TO_LOOK}"
 
     # --- views

@@ -129,7 +129,7 @@ def test_from_a_receiver_of_which_nothing_comes_nothing_is_fetched_for_a_while(c
     def said() -> list[str]:
         return [line for line in caplog.messages if "borrowing" in line]
 
-    assert serve("reached") > 0
+    assert (held := serve("reached")) > 0
     world.network.lose_lent = 9
     for name in ("lost", "spared"):
         assert serve(name) == 0
@@ -139,6 +139,12 @@ def test_from_a_receiver_of_which_nothing_comes_nothing_is_fetched_for_a_while(c
     assert then in line
     world.network.lose_lent = 0
     world.now_s += NO_KV_S
+    before, others = moved(world), (*prompt[:-2], 9, 9)
+    world.prefill.scheduler.reset_prefix_cache()
+    for name, asked in (("tries", prompt), ("waits not for it", others)):
+        world.submit(request(name, asked, 4, ignore_eos=True))
+    world.settle()
+    assert since(world, before)[1] == held, "of one alone, for both"
     assert serve("reached again") > 0
     assert len(said()) == 1
 

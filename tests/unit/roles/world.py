@@ -60,7 +60,7 @@ class Decoder:
 def remembered(*parts: Any) -> list[str]:
     """What they still hold of requests that are over: it would grow for ever, and pieces that nobody imports are memory."""
     held = [(part, name, value) for part in parts for name, value in vars(part).items() if isinstance(value, dict | set | list)]
-    known = ("_publishers", "_no_kv_s")  # by name of their backend; decode workers of which no KV came, for half a minute
+    known = ("_publishers", "_avoided")  # by name of their backend; decode workers of which no KV came, for half a minute
     return [f"{type(part).__name__}.{name}: {value}" for part, name, value in held if value and name not in known]
 
 
