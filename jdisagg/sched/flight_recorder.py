@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from jdisagg.sched.log_codec import encode
 from jdisagg.sched.plan import Plan
@@ -50,11 +50,18 @@ class FlightRecorder:
         first = {"failed": call, "error": f"{type(error).__name__}: {error}", "state": _state(snapshot)}
         lines = [first, *({"now_s": now_s, "plan": encode(plan)} for now_s, plan in self.plans)]
         try:
-            path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines), encoding="utf-8")
+            with _new_file(path) as file:
+                file.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
         except OSError as problem:
             log.critical("invariant of the scheduler failed in %s: %s; its plans are lost: %s", call, error, problem)
         else:
             log.critical("invariant of the scheduler failed in %s: %s; last %d plans: %s", call, error, len(self.plans), path)
+
+
+def _new_file(path: Path) -> TextIO:
+    """In the place of one of that name, and nobody else's to read: plans have prompts of clients in them. Raises OSError."""
+    path.unlink(missing_ok=True)
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8")
 
 
 def _state(snapshot: Callable[[], dict[str, Any]]) -> dict[str, Any]:

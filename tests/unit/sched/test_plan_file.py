@@ -55,6 +55,20 @@ def test_a_state_that_cannot_be_told_is_told_so(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["state"] == {"error": "ValueError('broken too')"}
 
 
+def test_what_clients_sent_is_for_this_user_alone_and_lies_in_no_file_of_another(tmp_path: Path) -> None:
+    """The directory is one that everybody writes to, and the name can be foreseen."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    path = tmp_path / f"jdisagg-plans-decode-{os.getpid()}.jsonl"
+    path.symlink_to(victim)
+    fail(FlightRecorder(tmp_path, "decode"), {})
+    assert victim.read_text() == "mine"
+    assert not path.is_symlink()
+    assert path.stat().st_mode & 0o077 == 0
+    fail(FlightRecorder(tmp_path, "decode"), {"now": 2})
+    assert json.loads(path.read_text())["state"] == {"now": 2}, "of the process that had the number before nothing is left"
+
+
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fail(FlightRecorder(tmp_path / "gone", "prefill"), {})
     (message,) = caplog.messages
