@@ -26,6 +26,14 @@ class ConfigError(JdisaggError):
     """A flag, TOML key or checkpoint that cannot be served; the process exits 2 with the message."""
 
     grpc_status = "FAILED_PRECONDITION"
+    exit_status: ClassVar[int] = 2
+
+
+class NoMemory(ConfigError):
+    """A device has no memory left for a start. Another process may have it that is about to end, or to give some back: a
+    supervisor tries again."""
+
+    exit_status = 1
 
 
 class RequestError(JdisaggError):

@@ -36,7 +36,7 @@ class Warmed:
 
 def warm_up(runner: ModelRunner) -> list[Warmed]:
     """Run everything once that the worker can need, on padding alone: slots, counts and pages (but the null page) stay. Raises
-    ConfigError where there is no memory for that beside weights and pool."""
+    NoMemory where there is none for that beside weights and pool."""
     warmed: list[Warmed] = []
     for executable in executables(runner.shape, runner.device.shape):
         started_s = time.monotonic()

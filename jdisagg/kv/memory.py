@@ -1,4 +1,4 @@
-"""A start for which a device has no memory left is a bad configuration, and no traceback."""
+"""A start for which a device has no memory left ends with a line that says what to change, and no traceback."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from contextlib import contextmanager
 
 import jax
 
-from jdisagg.core.errors import ConfigError
+from jdisagg.core.errors import ConfigError, NoMemory
 
 
 @contextmanager
-def wants_memory(told: str) -> Iterator[None]:
-    """Raises ConfigError, `told` and what the runtime says, where that refuses memory inside."""
+def wants_memory(told: str, refusal: type[ConfigError] = NoMemory) -> Iterator[None]:
+    """Raises `refusal`, with `told` and what the runtime says, where that refuses memory inside."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise ConfigError(f"{told} ({str(error).splitlines()[0]})") from error
+        raise refusal(f"{told} ({str(error).splitlines()[0]})") from error

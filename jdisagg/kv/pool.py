@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from jdisagg.core.errors import ConfigError
 from jdisagg.kv.group import KVGroup
 from jdisagg.kv.layout import KVLayout
 from jdisagg.kv.memory import wants_memory
@@ -35,7 +36,8 @@ class KVPool:
         size_bytes = num_pages * sum(layout.bytes_per_page for layout in layouts)
         with wants_memory(
             f"--num-pages: {num_pages} pages of KV take {size_bytes} bytes, more than is free on {mesh.devices.size} "
-            "device(s); lower --num-pages, or --kv-cache-bytes or --device-memory-utilization if that was given"
+            "device(s); lower --num-pages, or --kv-cache-bytes or --device-memory-utilization if that was given",
+            ConfigError,
         ):
             arrays = jax.jit(zeroed_pool, out_shardings=self.shardings)()
             self._arrays: tuple[KVGroup, ...] | None = jax.block_until_ready(arrays)

@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         return _run(argv)
     except ConfigError as error:
         log.critical("%s", error.message)
-        return EXIT_BAD_CONFIG
+        return error.exit_status
 
 
 def _run(argv: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jdisagg.core.config import CacheConfig, Config
-from jdisagg.core.errors import ConfigError
+from jdisagg.core.errors import NoMemory
 from jdisagg.core.requests import Role
 from jdisagg.engine import warmup
 from jdisagg.engine.build import make_runner
@@ -32,7 +32,7 @@ def test_a_step_for_which_no_memory_is_left_is_named_with_what_to_lower(
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes.\nof these ..")
 
     monkeypatch.setattr(warmup, "_run", refuse)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(NoMemory) as refused:
         warmup.warm_up(runner)
     said = refused.value.message
     assert said.startswith("--max-num-batched-tokens: no memory is left to run prefill (")

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jdisagg.core.config import LayerLoop
-from jdisagg.core.errors import ConfigError
+from jdisagg.core.errors import ConfigError, NoMemory
 from jdisagg.models.sharding import make_mesh
 from jdisagg.models.spec import ModelSpec
 from tests.unit.models.conftest import CONFIG, tensors_of, write_model
@@ -54,7 +54,7 @@ def test_weights_for_which_no_memory_is_left_are_refused_with_what_to_change(
 
     monkeypatch.setattr("jdisagg.models.load.load_safetensors", refuse)
     wanted = r"^--model: the weights of .* in float32 are more than is free on 1 device.*--tensor-parallel-size.* 5 bytes"
-    with pytest.raises(ConfigError, match=wanted):
+    with pytest.raises(NoMemory, match=wanted):
         load(model_directory)
 
 

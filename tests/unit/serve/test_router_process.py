@@ -283,3 +283,16 @@ def test_help_and_print_config_and_the_router_import_no_jax() -> None:
 def test_the_version_is_told_without_a_start() -> None:
     done = subprocess.run([*SERVE, "--version"], capture_output=True, text=True, timeout=WAIT_S, check=True)
     assert done.stdout == f"jdisagg {package_version()}\n"
+
+
+@pytest.mark.parametrize(("error", "status"), [("ConfigError", 2), ("NoMemory", 1)])
+def test_what_may_pass_by_itself_is_no_bad_configuration_to_a_supervisor(error: str, status: int) -> None:
+    code = (
+        "import sys\nfrom jdisagg.core.errors import ConfigError, NoMemory\nfrom jdisagg.serve import __main__ as serve\n"
+        f"def fails(argv): raise {error}('--model: no room')\n"
+        "serve._run = fails\nsys.exit(serve.main([]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (status, 1)
+    assert "C serve[" in done.stderr
+    assert done.stderr.endswith("jdisagg.serve: --model: no room\n")
