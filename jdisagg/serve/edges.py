@@ -48,7 +48,7 @@ class Edges:
         self.engine = LocalEngine(
             deployment.front,
             deployment.card(self.model_name),
-            not_ready_reason=deployment.not_ready_reason,
+            not_ready_reason=self._not_ready_reason,
             helpers=deployment.engines[:-1],
             grammars=deployment.core.grammars,
         )
@@ -97,6 +97,10 @@ class Edges:
                 config=self._config.transfer,
             )
             self._fleet.show_in(self._metrics.fleet.routers)
+
+    def _not_ready_reason(self) -> str:
+        """Beside the deployment's own, that no router takes it: who replaces ready workers by such ones has to stop."""
+        return self._deployment.not_ready_reason() or ("" if self._fleet is None else self._fleet.refusal())
 
     def _report(self) -> Report:
         deployment = self._deployment

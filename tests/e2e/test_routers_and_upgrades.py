@@ -40,6 +40,19 @@ def assert_all_equal(requests: list[Asked], wanted: list[Got], got: list[Got]) -
         assert other.logprobs == one.logprobs, asked.request_id
 
 
+@pytest.mark.timeout(120)
+def test_a_worker_that_every_router_refuses_is_not_ready(fleet: Fleet, tiny_model: Path) -> None:
+    """A rollout of such workers stops there; had it gone on, there would soon be none that serves."""
+    routers = ",".join(router.grpc for router in fleet.routers)
+    flags = ("--role", "unified", "--router", routers, "--model", str(tiny_model), "--served-model-name", "another", *SMALL)
+    worker = fleet.start("another", *flags).wait_ready()
+    wait_until(lambda: worker.get("/ready")[0] == 503, 10, "the worker is not ready")
+    assert f"router {fleet.routers[0].grpc} does not take this worker: " in worker.get("/ready")[1]
+    assert worker.get("/health")[0] == 200
+    assert [server.get("/ready")[0] for server in (*fleet.routers, *fleet.decode)] == [200] * 4
+    assert worker.stop() == 0, worker.tail()
+
+
 @pytest.mark.covers("C19")
 @pytest.mark.timeout(300)
 def test_a_replay_is_exact_with_seeds_penalties_choices_and_logprobs(

@@ -49,6 +49,7 @@ class _Router:
     is_leaving: bool = False  # it said goodbye: its end is no outage
     is_refusal_told: bool = False  # it does not take our API key
     not_taken: grpc.StatusCode | None = None  # told: another process has our address, or it is another model's
+    refusal: str = ""  # its word that it will not have us, which does not pass by itself
     is_reached: bool = True  # as far as it says
     unheard_s: float | None = None  # never registered with, and since when; None once that is told
 
@@ -86,6 +87,11 @@ class FleetClient:
     def registered(self) -> dict[str, bool]:
         """Routers, and whether each knows us as far as we know."""
         return {router: known.is_registered for router, known in self._routers.items()}
+
+    def refusal(self) -> str:
+        """Why no router has this worker, and none will until somebody changes something; else empty."""
+        told = [(router, known.refusal) for router, known in self._routers.items() if router in self._names.wanted]
+        return f"router {told[0][0]} does not take this worker: {told[0][1]}" if told and all(why for _, why in told) else ""
 
     def show_in(self, gauge: Gauge) -> None:
         """Have `jdisagg_routers` say how many know us, and how many do not, at every scrape."""
@@ -172,6 +178,9 @@ class FleetClient:
         known = self._routers[router]
         if router not in self._names.wanted and not known.is_registered:
             return  # a name: each of its addresses says the same
+        why = NO_ROUTER if code is grpc.StatusCode.UNIMPLEMENTED else why
+        if code is grpc.StatusCode.UNAUTHENTICATED or _NOT_TAKEN.get(code) == logging.ERROR:
+            known.refusal = why
         if code is grpc.StatusCode.UNAUTHENTICATED:
             if not known.is_refusal_told:
                 known.is_refusal_told = True
@@ -181,7 +190,6 @@ class FleetClient:
         elif (level := _NOT_TAKEN.get(code)) is not None:
             if known.not_taken is not code:
                 known.not_taken = code
-                why = NO_ROUTER if code is grpc.StatusCode.UNIMPLEMENTED else why
                 log.log(level, "router %s does not take this worker: %s; registering until it does", router, why)
         elif known.is_registered and known.is_leaving:
             log.info("router %s has stopped, as it said; registering again when it is back", router)

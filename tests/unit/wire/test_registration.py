@@ -17,6 +17,7 @@ from jdisagg.api.fleet.elsewhere import nobody_reaches
 from jdisagg.core.host_names import Address
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Role
+from jdisagg.router.entrance import Entrance
 from jdisagg.v1 import fleet_pb2, fleet_pb2_grpc
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.wire.rig import FAST, IMPATIENT, member, run_quiet, until
@@ -63,6 +64,32 @@ def test_a_worker_whose_router_is_none_says_so_once_and_what_to_change(caplog: p
         said = [(record.levelname, record.getMessage()) for record in own]
         assert said == [("ERROR", f"router {other.address} does not take this worker: {NO_ROUTER}; registering until it does")]
         assert "--router" in NO_ROUTER
+        assert worker.registration.refusal() == f"router {other.address} does not take this worker: {NO_ROUTER}"
+        for one in (worker, other):
+            await one.die()
+
+    run_quiet(body())
+
+
+def test_a_worker_that_some_router_takes_is_refused_by_none() -> None:
+    async def body() -> None:
+        other = await FakeWorker(()).start()
+        router = await Router().start()
+        port = int(router.address.rpartition(":")[2])
+        worker = await FakeWorker((other.address, router.address), text_digest="1" * 64).start()
+        await until(router.engine.workers.members)
+        await asyncio.sleep(0.3)  # the other one has answered, too
+        assert worker.registration.refusal() == ""
+        await router.stop()
+        await until(lambda: not worker.registration.registered()[router.address])
+        assert worker.registration.refusal() == "", "it may come back"
+        again = await Router(entrance=Entrance("0" * 64)).start(port)
+        await until(worker.registration.refusal)
+        await again.stop()
+        assert worker.registration.refusal(), "nobody said otherwise"
+        again = await Router().start(port)
+        await until(lambda: not worker.registration.refusal())
+        await again.stop()
         for one in (worker, other):
             await one.die()
 
