@@ -1,4 +1,5 @@
-"""Where lines go that somebody should be reading, stderr: where nobody does they are lost and counted, and the process goes on.
+"""Where lines go that somebody should be reading, stderr: where nobody does, or a disk is full, they are lost and counted, and
+the process goes on.
 
 A pipe holds 64 KiB, and a write to a full one waits for its reader. A log shipper that hangs would stop every thread that logs,
 and with the event loop heartbeats, streams and SIGTERM.
@@ -6,6 +7,7 @@ and with the event loop heartbeats, streams and SIGTERM.
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import stat
@@ -17,6 +19,7 @@ from typing import TextIO
 PATIENCE_S = 0.2  # for a reader that is slow; less than the silence after which others take a process for dead
 PATIENCE_SHARE = 0.25  # of the time: one that is slow for ever would slow down whoever logs, and the event loop with it
 ROOM_BYTES = 4096  # a pipe that takes anything takes so many, of its page; POSIX's PIPE_BUF at most
+_FULL = frozenset((errno.ENOSPC, errno.EDQUOT))  # a disk, which may have room for the next line
 
 
 class Outlet:
@@ -27,20 +30,22 @@ class Outlet:
         self._stream = stream
         self._remark = remark
         self._num_lost = 0  # lines, since the last one that was written
+        self._why_lost = "nobody read them"
         self._is_cut = False  # in the middle of a line
         self._patience_s = PATIENCE_S  # what is left of it
         self._looked_s = monotonic()  # when it was counted last
 
     def write(self, text: str) -> None:
         """Write lines, at once; those that nobody reads are lost, from the first one that waited for too long to the next one
-        that need not wait. Raises OSError or ValueError where the stream takes nothing ever."""
+        that need not wait, and those that a full disk does not take. Raises OSError or ValueError where the stream takes
+        nothing ever."""
         number = _descriptor(self._stream)
         if number is None:
             self._stream.write(text)
             self._stream.flush()
             return
         had_lost = self._num_lost
-        told = self._remark(f"{had_lost} lines were lost here: nobody read them") + "\n" if had_lost else ""
+        told = self._remark(f"{had_lost} lines were lost here: {self._why_lost}") + "\n" if had_lost else ""
         head, data = self._encoded(("\n" if self._is_cut else "") + told), self._encoded(text)
         with _never_waiting(number) as own:
             taken = self._give(own, head + data)
@@ -62,6 +67,11 @@ class Outlet:
             try:
                 taken += os.write(number, data[taken : taken + ROOM_BYTES])
             except BlockingIOError:  # others write there, too
+                break
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                self._why_lost = "the disk was full"
                 break
         return taken
 

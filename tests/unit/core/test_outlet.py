@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from io import StringIO
+from pathlib import Path
 from time import monotonic
 from typing import TextIO
 
@@ -131,6 +133,33 @@ def test_lines_that_were_told_of_are_not_told_of_again(pipe: tuple[int, TextIO])
     assert "(1 lines were lost here" in read_all(reader)
     outlet.write("whole\n")
     assert read_all(reader) == "\n(1 lines were lost here: nobody read them)\nwhole\n"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_was_full_has_what_was_written_since_on_lines_of_its_own_and_how_many_were_lost(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room, write = [150], os.write  # bytes
+
+    def write_there(descriptor: int, data: bytes) -> int:
+        if not room[0]:
+            raise OSError(number, os.strerror(number))
+        taken = write(descriptor, data[: room[0]])
+        room[0] -= taken
+        return taken
+
+    monkeypatch.setattr(os, "write", write_there)
+    path = tmp_path / "log"
+    with path.open("w", encoding="utf-8") as stream:
+        outlet = Outlet(stream)
+        for _ in range(3):
+            outlet.write(LINE)
+        room[0] = 1000
+        outlet.write("at last\n")
+        outlet.write("and on\n")
+    whole, *rest = path.read_text().splitlines()
+    assert (whole, rest[0]) == (99 * "x", 50 * "x")
+    assert rest[1:] == ["(2 lines were lost here: the disk was full)", "at last", "and on"]
 
 
 def test_a_reader_that_has_gone_is_an_error() -> None:
