@@ -38,15 +38,15 @@ def main() -> None:
     threading.stack_size(_STACK_BYTES)
     threading.excepthook = lambda _: os._exit(1)  # memory is at its end, or the library
     for line in sys.stdin:
-        print("{}", flush=True)
-        signal.setitimer(signal.ITIMER_PROF, MOST_S)  # nobody handles it: whatever goes on then is over
         thread = threading.Thread(target=_answer, args=(grammars, json.loads(line)))
-        thread.start()
+        signal.setitimer(signal.ITIMER_PROF, MOST_S)  # nobody handles it: whatever goes on then is over
+        thread.start()  # where the machine has none left this is the end, and no word was said of the grammar
         thread.join()
         signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
 def _answer(grammars: Grammars, asked: dict[str, Any]) -> None:
+    print("{}", flush=True)
     error = ""
     try:
         grammars.compile(Grammar(GrammarKind(asked["kind"]), asked["text"]))

@@ -21,6 +21,17 @@ from tests.unit.wire.rig import run_quiet, until
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
+WITHOUT_THREADS = """
+import threading
+from jdisagg.text.grammar_checker import main
+
+def none_left(_):
+    raise RuntimeError("can't start new thread")
+
+threading.Thread.start = none_left
+main()
+"""
+
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.5])
 def test_a_checker_that_something_else_killed_speaks_against_no_grammar(wait_s: float) -> None:
@@ -77,6 +88,7 @@ def test_whose_checker_is_killed_again_and_again_may_come_later() -> None:
         ((sys.executable, "-c", "import nothing_of_that_name"), "it ended as it started"),
         ((sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"), "something ends it again and again"),
         ((sys.executable, "-c", "input()"), "it ended as it started"),
+        ((sys.executable, "-c", WITHOUT_THREADS), "it ended as it started"),
     ],
 )
 def test_a_checker_that_does_not_start_speaks_against_no_grammar(
