@@ -1,10 +1,12 @@
-"""Tasks of an event loop: begun and held, ended and waited for; and calls of other threads into the loop."""
+"""Tasks of an event loop: begun and held, ended and waited for; threads beside it, and calls of threads into it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from threading import Barrier
 from typing import Any
 
 
@@ -26,3 +28,18 @@ def call_on(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *a
     """From any thread: have the loop call it. Nothing where the loop is closed: the process is on its way out."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(function, *arguments)
+
+
+def threads_beside(number: int, name: str) -> ThreadPoolExecutor:
+    """An executor whose threads are all there when this returns. By itself it starts one when there is work: where the machine
+    has none left by then, what was to be done fails, and with a long output of one request the stream of all of a worker's.
+    Raises RuntimeError where none is left now."""
+    executor, all_there = ThreadPoolExecutor(number, thread_name_prefix=name), Barrier(number + 1)
+    try:
+        for _ in range(number):
+            executor.submit(all_there.wait)
+    except RuntimeError:
+        all_there.abort()
+        raise
+    all_there.wait()
+    return executor

@@ -30,9 +30,10 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from jdisagg.api.tasks import start_in
+from jdisagg.api.tasks import start_in, threads_beside
 from jdisagg.core.log_formats import make_formatter
 from jdisagg.core.outlet import Outlet
+from jdisagg.serve.cores import usable_cores
 from jdisagg.serve.environment import PARENT_VARIABLE
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ T = TypeVar("T")
 EXIT_FORCED = 1
 ONE_TELLING_S = 0.2  # wrappers such as timeout(1) signal the process, and then its group with it
 GC_THRESHOLDS = (10_000, 10, 20)  # two million new objects before all are searched: as many as thousands of requests have
+MOST_THREADS, MORE_THREADS = 32, 4  # beside the event loop: more than cores, so many at most, as asyncio has them by itself
 
 
 class Process:
@@ -150,7 +152,9 @@ def run_process(serve: Callable[[Process], Awaitable[int]]) -> int:
 
     async def main() -> int:
         process = Process(is_supervised=PARENT_VARIABLE in os.environ)
-        process.listen(asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(threads_beside(min(MOST_THREADS, usable_cores() + MORE_THREADS), "beside"))
+        process.listen(loop)
         status = await serve(process)
         process.leave(status)
         return status

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol, TypeVar
 
+from jdisagg.api.tasks import threads_beside
 from jdisagg.core.errors import Overloaded
 
 INLINE_CHARACTERS = 16_384  # or tokens, of all texts of a request; more are long
@@ -32,7 +32,7 @@ class LongTexts:
     """Use from one event loop. The threads end with the last reference to it."""
 
     def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(THREADS, thread_name_prefix="long-texts")
+        self._executor = threads_beside(THREADS, "long-texts")
         self._num_requests = self._num_characters = 0
 
     @asynccontextmanager

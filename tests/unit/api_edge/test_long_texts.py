@@ -50,6 +50,18 @@ def test_two_run_at_a_time_and_a_cancelled_one_leaves_no_third() -> None:
     run(check())
 
 
+def test_a_machine_that_has_no_thread_left_reads_long_texts_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def check() -> None:
+        texts = LongTexts()
+        monkeypatch.setattr(threading.Thread, "start", none_left)
+        assert await asyncio.gather(*(texts.run(lambda number=number: number, LONG) for number in range(6))) == [*range(6)]
+
+    run(check())
+
+
 def test_beyond_so_many_characters_that_wait_a_request_is_told_when_to_come_again() -> None:
     async def check() -> None:
         texts = LongTexts()
