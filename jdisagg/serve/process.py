@@ -52,6 +52,7 @@ class Process:
         """`is_supervised`: systemd signals all processes of a unit, and then the supervisor its children, when their turn has
         come."""
         self.stopping = asyncio.Event()
+        self.status = 0  # with which it exits where nothing else is the matter
         self._is_supervised = is_supervised
         self._began_s = self._told_s = monotonic()
         self._state: Callable[[], Awaitable[Mapping[str, Any]]] = self._starting
@@ -75,6 +76,11 @@ class Process:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().remove_signal_handler(number)
             signal.signal(number, lambda *_: os._exit(status))
+
+    def end_with(self, status: int) -> None:
+        """As a first SIGTERM, for a fault of its own: it exits with `status` when it has drained."""
+        self.status = status
+        self.stopping.set()
 
     async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
         """Await a part of the start that has a thread of its own. SIGTERM meanwhile ends the process at once: that thread
@@ -155,7 +161,7 @@ def run_process(serve: Callable[[Process], Awaitable[int]]) -> int:
         loop = asyncio.get_running_loop()
         loop.set_default_executor(threads_beside(min(MOST_THREADS, usable_cores() + MORE_THREADS), "beside"))
         process.listen(loop)
-        status = await serve(process)
+        status = await serve(process) or process.status
         process.leave(status)
         return status
 

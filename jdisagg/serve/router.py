@@ -30,6 +30,7 @@ from jdisagg.models.resolve import eos_token_ids, resolve_model
 from jdisagg.router.entrance import Entrance
 from jdisagg.router.fleet_engine import FleetEngine
 from jdisagg.router.recovery import ReplayConfig
+from jdisagg.serve.accepting import end_when_nobody_accepts
 from jdisagg.serve.grammars import grammars_of
 from jdisagg.serve.lateness import observe_lateness
 from jdisagg.serve.leaving import Leaving
@@ -98,7 +99,7 @@ async def serve(config: Config, process: Process) -> int:
     await http.start()
     await health.start()
     keep_what_is_there()
-    lateness = asyncio.create_task(observe_lateness(metrics))
+    watches = [asyncio.create_task(watch) for watch in (observe_lateness(metrics), end_when_nobody_accepts(process, address))]
     announce(Ready(role="router", http=http.address, grpc=address, model=model, warmup_s=round(monotonic() - started_s, 3)))
     await process.stopping.wait()
     deadline_s = monotonic() + config.server.drain_s
@@ -114,7 +115,7 @@ async def serve(config: Config, process: Process) -> int:
     await server.stop(GRPC_STOP_S)
     if gate is not None:
         await gate.aclose()
-    await cancel_and_wait(lateness)
+    await cancel_and_wait(*watches)
     return 0
 
 

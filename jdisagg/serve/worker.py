@@ -23,6 +23,7 @@ from jdisagg.core.metrics import Metrics
 from jdisagg.models.resolve import resolve_model
 from jdisagg.roles.self_test import self_test
 from jdisagg.roles.watchdog import Watchdog
+from jdisagg.serve.accepting import end_when_nobody_accepts
 from jdisagg.serve.build import build_deployment
 from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.edges import Edges
@@ -73,7 +74,7 @@ async def serve(config: Config, process: Process) -> int:
     await edges.start()
     _install_test_hooks(deployment)
     keep_what_is_there()
-    lateness = asyncio.create_task(observe_lateness(metrics))
+    watches = [asyncio.create_task(watch) for watch in (observe_lateness(metrics), end_when_nobody_accepts(process, address))]
     announce(
         Ready(
             role=config.role,
@@ -98,7 +99,7 @@ async def serve(config: Config, process: Process) -> int:
     await grpc_server.stop(1.0)
     await edges.close()
     watchdog.stop()
-    await cancel_and_wait(lateness)
+    await cancel_and_wait(*watches)
     await asyncio.to_thread(deployment.stop)
     log.info("stopped")
     return 0

@@ -215,3 +215,22 @@ sys.exit(run_process(serve))
 def test_a_process_whose_machine_has_no_thread_left_does_what_takes_long_beside_its_loop_all_the_same() -> None:
     done = subprocess.run([sys.executable, "-c", SHORT_OF_THREADS], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+FAULTY = """
+import asyncio, sys
+from jdisagg.serve.process import run_process
+
+async def serve(process):
+    process.end_with(72)
+    await process.stopping.wait()
+    return int(sys.argv[1])
+
+sys.exit(run_process(serve))
+"""
+
+
+@pytest.mark.parametrize(("drained", "status"), [("0", 72), ("1", 1)])
+def test_a_process_that_ends_for_a_fault_of_its_own_says_so_by_its_status(drained: str, status: int) -> None:
+    done = subprocess.run([sys.executable, "-c", FAULTY, drained], capture_output=True, text=True, timeout=60.0, check=False)
+    assert (done.returncode, done.stderr) == (status, "")

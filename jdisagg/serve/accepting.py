@@ -1,0 +1,60 @@
+"""Whether whoever connects to the gRPC port of this process is answered.
+
+gRPC asks the kernel for connections until that fails, and again only where this process has no descriptor left. A table of
+files that is full (ENFILE) or memory that is short (ENOMEM, ENOBUFS), for a moment, and it never does any more: the kernel goes
+on taking connections, on which nothing comes, while streams that stand know of nothing. Only a fresh process has a port again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+
+from jdisagg.serve.process import Process
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 30.0  # between two looks; one costs 0.5 ms, and two descriptors meanwhile
+ANSWER_S = 10.0  # a server speaks first
+MOST_SILENT = 3  # connections, one after the other
+EXIT_NOT_ACCEPTING = 72
+_ONCE_MORE_S = 0.2  # behind a time that is over: a loop that stood still looks at its clock before it reads what came
+
+
+async def end_when_nobody_accepts(process: Process, address: str) -> None:
+    """Have the process drain and end once connections to `address`, as it was bound, are not answered; until cancelled."""
+    num_silent = 0
+    while num_silent < MOST_SILENT:
+        if not num_silent:
+            await asyncio.sleep(LOOK_S)
+        num_silent = num_silent + 1 if await _is_silent(address) else 0
+    log.critical(
+        "gRPC on %s accepts nobody any more, and never will: the system had no file or memory for a connection; draining, so "
+        "that a fresh process takes this one's place",
+        address,
+    )
+    process.end_with(EXIT_NOT_ACCEPTING)
+
+
+async def _is_silent(address: str) -> bool:
+    """Whether nothing comes on a new connection. Not where it is hung up on, as there are too many, or cannot be made, as this
+    process has no descriptor left: nobody can tell then."""
+    asked = asyncio.create_task(_ask(address))
+    try:
+        for wait_s in (ANSWER_S, _ONCE_MORE_S):
+            await asyncio.wait({asked}, timeout=wait_s)
+        return not asked.done()
+    finally:
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+
+
+async def _ask(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    with suppress(OSError):
+        reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))  # to 0.0.0.0, too
+        try:
+            await reader.read(1)
+        finally:
+            writer.close()

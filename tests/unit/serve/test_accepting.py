@@ -1,0 +1,137 @@
+"""A process whose gRPC port accepts nobody any more ends; one that answers, however, does not."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from jdisagg.api.channels import bind, make_server
+from jdisagg.serve import accepting
+from jdisagg.serve.accepting import EXIT_NOT_ACCEPTING, end_when_nobody_accepts
+from jdisagg.serve.process import Process
+from tests.unit.wire.rig import run_quiet, until
+
+LOOKS = 5
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for half a minute."""
+    monkeypatch.setattr(accepting, "LOOK_S", 0.01)
+    monkeypatch.setattr(accepting, "ANSWER_S", 0.1)
+
+
+@asynccontextmanager
+async def watched(address: str) -> AsyncIterator[Process]:
+    process = Process()
+    watch = asyncio.create_task(end_when_nobody_accepts(process, address))
+    yield process
+    watch.cancel()
+    with suppress(asyncio.CancelledError):
+        await watch
+
+
+@pytest.mark.parametrize(
+    ("host", "family"), [("127.0.0.1", socket.AF_INET), ("0.0.0.0", socket.AF_INET), ("::", socket.AF_INET6)]
+)
+@pytest.mark.parametrize("backlog", [8, 0], ids=["there is room", "there is none"])
+def test_a_process_drains_and_says_why_it_ends_whose_connections_nobody_takes(
+    host: str, family: socket.AddressFamily, backlog: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        with socket.create_server((host, 0), family=family, backlog=backlog) as listener:
+            port = listener.getsockname()[1]
+            waiting = [socket.socket(family) for _ in range(2)]
+            for one in waiting:
+                one.setblocking(False)
+                one.connect_ex(("::1" if family is socket.AF_INET6 else "127.0.0.1", port))
+            async with watched(f"[{host}]:{port}" if ":" in host else f"{host}:{port}") as process:
+                await until(process.stopping.is_set)
+            for one in waiting:
+                one.close()
+        assert process.status == EXIT_NOT_ACCEPTING
+
+    run_quiet(body())
+    assert [record.levelname for record in caplog.records] == ["CRITICAL"]
+    assert "accepts nobody any more" in caplog.text
+
+
+async def goes_on(address: str, looks: Callable[[], int]) -> None:
+    async with watched(address) as process:
+        await until(lambda: looks() >= LOOKS)
+        assert not process.stopping.is_set()
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each was silent."""
+    seen, is_silent = [], accepting._is_silent
+
+    async def noted(address: str) -> bool:
+        seen.append(await is_silent(address))
+        return seen[-1]
+
+    monkeypatch.setattr(accepting, "_is_silent", noted)
+    return seen
+
+
+def test_a_server_of_grpc_answers_and_nothing_is_left_of_that(looks: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accepting, "ANSWER_S", 20.0)
+
+    async def body() -> None:
+        server = make_server()
+        address = bind(server)
+        await server.start()
+        before = len(os.listdir("/proc/self/fd"))
+        await goes_on(address, lambda: len(looks))
+        await until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+        await server.stop(0)
+
+    run_quiet(body())
+    assert not any(looks)
+
+
+def test_a_port_that_hangs_up_on_one_too_many_is_none_that_accepts_nobody(looks: list[bool]) -> None:
+    async def body() -> None:
+        server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+        await goes_on(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", lambda: len(looks))
+        server.close()
+        await server.wait_closed()
+
+    run_quiet(body())
+    assert not any(looks)
+
+
+def test_a_process_that_has_no_descriptor_to_try_with_does_not_end(looks: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def none_left(*_: object) -> None:
+        raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
+
+    monkeypatch.setattr(asyncio, "open_connection", none_left)
+    run_quiet(goes_on("127.0.0.1:1", lambda: len(looks)))
+    assert not any(looks)
+
+
+def test_a_port_that_was_silent_twice_and_then_answers_goes_on(looks: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accepting, "ANSWER_S", 0.5)
+
+    async def body() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            async with watched(f"127.0.0.1:{listener.getsockname()[1]}") as process:
+                for _ in range(2):
+                    silent = looks.count(True)
+                    await until(lambda before=silent: looks.count(True) >= before + accepting.MOST_SILENT - 1)
+                    listener.setblocking(False)
+                    answered = looks.count(False)
+                    while looks.count(False) == answered:
+                        with suppress(BlockingIOError):
+                            listener.accept()[0].close()
+                        await asyncio.sleep(0.001)
+                assert not process.stopping.is_set()
+
+    run_quiet(body())
