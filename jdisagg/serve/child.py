@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 _LINE_LIMIT_BYTES = 2**20  # longer lines of a child are cut into pieces
 _ONCE_MORE_S = 0.2  # behind a time that is over: a loop that stood still looks at its clock before it reads what came
+_DESCRIPTORS = 12  # a start takes eight for a moment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +49,9 @@ class Child:
 
     @classmethod
     async def start(cls, spec: ChildSpec, previous: Ready | None, outlet: Outlet) -> Child:
-        """Start the process; see `environment.die_with_parent` for how it lives with us. What it says goes to `outlet`."""
+        """Start the process; see `environment.die_with_parent` for how it lives with us. What it says goes to `outlet`. Raises
+        OSError when there is none to be had."""
+        _check_descriptors()
         process = await asyncio.create_subprocess_exec(
             *spec.command(previous),
             stdin=asyncio.subprocess.PIPE,
@@ -130,3 +133,14 @@ async def _read_line(stream: asyncio.StreamReader) -> bytes:
         return error.partial
     except asyncio.LimitOverrunError:
         return await stream.read(_LINE_LIMIT_BYTES)
+
+
+def _check_descriptors() -> None:
+    """Raises OSError where there are too few for a start: uvloop keeps those it has by then for good, and names no reason."""
+    taken: list[int] = []
+    try:
+        while len(taken) < _DESCRIPTORS:
+            taken.append(os.open(os.devnull, os.O_RDONLY))
+    finally:
+        for number in taken:
+            os.close(number)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -76,3 +78,46 @@ def test_a_child_that_was_ready_while_its_supervisor_stood_still_came_in_time(tm
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(body())
+
+
+SHORT_OF_DESCRIPTORS = """
+import asyncio, os, resource, sys, uvloop
+from jdisagg.core.log_formats import to_stderr
+from jdisagg.serve.child import Child, ChildSpec
+
+def descriptors():
+    return sorted(map(int, os.listdir("/proc/self/fd")))
+
+async def start():
+    child = await Child.start(ChildSpec(name="x", command=lambda _: ("true",)), None, to_stderr())
+    await child.stop(10.0)
+
+async def main():
+    await start()
+    before, errors = len(descriptors()), []
+    for free in range(20):
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors()[-2] + 1 + free, limits[1]))
+        try:
+            await start()
+            errors.append(0)
+        except OSError as error:
+            errors.append(error.errno)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    await asyncio.sleep(0.1)
+    print(len(descriptors()) - before, *errors)
+
+with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    runner.run(main())
+"""
+
+
+def test_a_child_for_which_there_are_too_few_descriptors_is_not_started_and_takes_none_for_good() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SHORT_OF_DESCRIPTORS], capture_output=True, text=True, timeout=60.0, check=False
+    )
+    num_more, *errors = map(int, done.stdout.split())
+    assert (num_more, done.stderr) == (0, "")
+    few = errors.index(0)
+    assert few >= 6, "its three pipes, to begin with"
+    assert errors == [errno.EMFILE] * few + [0] * (20 - few)
