@@ -11,6 +11,7 @@ import asyncio
 import logging
 from contextlib import suppress
 
+from jdisagg.serve.environment import check_descriptors
 from jdisagg.serve.process import Process
 
 log = logging.getLogger(__name__)
@@ -19,6 +20,7 @@ LOOK_S = 30.0  # between two looks; one costs 0.5 ms, and two descriptors meanwh
 ANSWER_S = 10.0  # a server speaks first
 MOST_SILENT = 3  # connections, one after the other
 EXIT_NOT_ACCEPTING = 72
+_DESCRIPTORS = 2
 _ONCE_MORE_S = 0.2  # behind a time that is over: a loop that stood still looks at its clock before it reads what came
 
 
@@ -38,16 +40,24 @@ async def end_when_nobody_accepts(process: Process, address: str) -> None:
 
 
 async def _is_silent(address: str) -> bool:
-    """Whether nothing comes on a new connection. Not where it is hung up on, as there are too many, or cannot be made, as this
-    process has no descriptor left: nobody can tell then."""
+    """Whether nothing comes on a new connection. Not where it is hung up on, as there are too many; nor where there is no
+    descriptor left for it or for its other end, which gRPC asks for again."""
     asked = asyncio.create_task(_ask(address))
     try:
         for wait_s in (ANSWER_S, _ONCE_MORE_S):
             await asyncio.wait({asked}, timeout=wait_s)
-        return not asked.done()
+        return not asked.done() and _has_descriptors()
     finally:
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
+
+
+def _has_descriptors() -> bool:
+    try:
+        check_descriptors(_DESCRIPTORS)
+    except OSError:
+        return False
+    return True
 
 
 async def _ask(address: str) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from jdisagg.core.log_formats import passed_on
 from jdisagg.core.outlet import Outlet
-from jdisagg.serve.environment import PARENT_VARIABLE
+from jdisagg.serve.environment import PARENT_VARIABLE, check_descriptors
 from jdisagg.serve.ready import Ready, parse
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Child:
     async def start(cls, spec: ChildSpec, previous: Ready | None, outlet: Outlet) -> Child:
         """Start the process; see `environment.die_with_parent` for how it lives with us. What it says goes to `outlet`. Raises
         OSError when there is none to be had."""
-        _check_descriptors()
+        check_descriptors(_DESCRIPTORS)  # uvloop keeps for good what it has when one is missing, and says not why
         process = await asyncio.create_subprocess_exec(
             *spec.command(previous),
             stdin=asyncio.subprocess.PIPE,
@@ -133,14 +133,3 @@ async def _read_line(stream: asyncio.StreamReader) -> bytes:
         return error.partial
     except asyncio.LimitOverrunError:
         return await stream.read(_LINE_LIMIT_BYTES)
-
-
-def _check_descriptors() -> None:
-    """Raises OSError where there are too few for a start: uvloop keeps those it has by then for good, and names no reason."""
-    taken: list[int] = []
-    try:
-        while len(taken) < _DESCRIPTORS:
-            taken.append(os.open(os.devnull, os.O_RDONLY))
-    finally:
-        for number in taken:
-            os.close(number)

@@ -130,6 +130,17 @@ def allow_descriptors() -> None:
     log.debug("descriptors: %d, now %d", soft, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
+def check_descriptors(number: int) -> None:
+    """Raises OSError where this process gets no `number` of them now."""
+    taken: list[int] = []
+    try:
+        while len(taken) < number:
+            taken.append(os.open(os.devnull, os.O_RDONLY))
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+
+
 def die_with_parent(environ: Mapping[str, str]) -> None:
     """When started by a supervisor, end at once if it goes away, however it dies; a Ctrl-C in the terminal reaches it alone.
 

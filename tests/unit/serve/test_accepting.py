@@ -117,6 +117,25 @@ def test_a_process_that_has_no_descriptor_to_try_with_does_not_end(looks: list[b
     assert not any(looks)
 
 
+def test_a_port_for_whose_connections_there_is_no_descriptor_is_asked_again(
+    looks: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(_: int) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async def body() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            address = f"127.0.0.1:{listener.getsockname()[1]}"
+            with monkeypatch.context() as patch:
+                patch.setattr(accepting, "check_descriptors", none_left)
+                await goes_on(address, lambda: len(looks))
+            assert not any(looks)
+            async with watched(address) as process:
+                await until(process.stopping.is_set)
+
+    run_quiet(body())
+
+
 def test_a_port_that_was_silent_twice_and_then_answers_goes_on(looks: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accepting, "ANSWER_S", 0.5)
 
