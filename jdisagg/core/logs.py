@@ -17,6 +17,7 @@ from typing import TextIO
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.log_formats import FORMAT_VARIABLE, FORMATS, TEXT, make_formatter, to_stderr
 from jdisagg.core.outlet import Outlet
+from jdisagg.core.told import told
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +25,7 @@ GRPC_SERVER_LOG = "grpc._cython.cygrpc"
 HTTP_SERVER_LOG = "uvicorn.error"
 NO_HTTP = "Invalid HTTP request received."  # uvicorn's words, of whoever sent it nothing more is known
 GARBLED_EVERY_S = 10.0
+NO_TEXT = "Invalid encoding on %s"  # gRPC's, of the status of a call; whoever called tells of that
 LEVEL_VARIABLE = "JDISAGG_LOG_LEVEL"
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
@@ -78,8 +80,8 @@ def _choice(environ: Mapping[str, str], variable: str, choices: Collection[str],
 
 
 class Garbled(logging.Filter):
-    """Bytes that are no message: gRPC tells of each with a stack, uvicorn in one line, and whoever reaches a port can send any
-    number of them."""
+    """Bytes that are no message, or no text, as in what gRPC says of a connection for which there was no descriptor: it tells
+    of each with a stack, uvicorn in one line, and there may be any number of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,10 +94,12 @@ class Garbled(logging.Filter):
             text = "what came on --port is no HTTP, and was refused; gRPC, that of workers too, goes to --grpc-port"
             self._seldom.say(log, logging.WARNING, text, now_s=monotonic())
             return False
-        if kind is None or kind.__name__ != "DecodeError":
-            return True
         text = "a message that cannot be read was refused: %s"
-        self._seldom.say(log, logging.WARNING, text, record.getMessage(), now_s=monotonic())
+        if record.msg == NO_TEXT:
+            text = "the status of a call is no text: %s"
+        elif kind is None or kind.__name__ != "DecodeError":
+            return True
+        self._seldom.say(log, logging.WARNING, text, told(record.getMessage()), now_s=monotonic())
         return False
 
 

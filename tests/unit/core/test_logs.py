@@ -109,6 +109,32 @@ def test_what_is_no_message_is_told_without_a_stack_and_seldom_and_a_bug_as_ever
     assert "Traceback" in bug
 
 
+NO_TEXT = """
+import logging
+from jdisagg.core.logs import setup_logs
+setup_logs("decode")
+for _ in range(3):
+    said = b"socket: Too many open files\\n\\x00\\xff\\xff"
+    try:
+        said.decode()
+    except UnicodeDecodeError:
+        logging.getLogger("grpc._cython.cygrpc").exception("Invalid encoding on %s", said)
+try:
+    said.decode()
+except UnicodeDecodeError:
+    logging.getLogger("grpc._cython.cygrpc").exception("Unexpected [UnicodeDecodeError]")
+"""
+
+
+def test_what_grpc_says_of_each_call_that_got_no_descriptor_is_told_without_a_stack_and_seldom() -> None:
+    env = {k: v for k, v in os.environ.items() if k != "JDISAGG_LOG_LEVEL"}
+    done = subprocess.run([sys.executable, "-c", NO_TEXT], capture_output=True, text=True, timeout=90, env=env, check=True)
+    line, bug = done.stderr.splitlines()
+    assert "the status of a call is no text: Invalid encoding on b'socket: Too many open files" in line
+    assert "Traceback" not in line
+    assert "Traceback" in bug
+
+
 NO_HTTP = """
 import asyncio
 from jdisagg.api.http.server import HttpServer
