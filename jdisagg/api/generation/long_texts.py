@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol, TypeVar
 
 from jdisagg.api.tasks import threads_beside
-from jdisagg.core.errors import Overloaded
+from jdisagg.core.errors import Overloaded, Unavailable
 
 INLINE_CHARACTERS = 16_384  # or tokens, of all texts of a request; more are long
 THREADS = 2
@@ -32,14 +33,15 @@ class LongTexts:
     """Use from one event loop. The threads end with the last reference to it."""
 
     def __init__(self) -> None:
-        self._executor = threads_beside(THREADS, "long-texts")
+        self._executor: ThreadPoolExecutor | None = None  # until there is a long one
         self._num_requests = self._num_characters = 0
 
     @asynccontextmanager
     async def place(self, num_characters: int) -> AsyncIterator[Run]:
         """For the texts of one request, `num_characters` together: `run` takes one after the other, by turns with other
-        requests; at once and here, when they are not long. Raises Overloaded when too much waits already. A text that is begun
-        is finished, also when nobody wants it any more, so that cancelled requests take no more than the threads there are."""
+        requests; at once and here, when they are not long. Raises Overloaded when too much waits already, and `run` Unavailable
+        where no thread is left. A text that is begun is finished, also when nobody wants it any more, so that cancelled
+        requests take no more than the threads there are."""
         if num_characters <= INLINE_CHARACTERS:
             yield _at_once
             return
@@ -47,7 +49,7 @@ class LongTexts:
             yield self._beside
 
     async def run(self, function: Callable[[], T], num_characters: int) -> T:
-        """For one text that is long whatever its length. Raises Overloaded, see `place`."""
+        """For one text that is long whatever its length. Raises as `place` does."""
         with self._counted(num_characters):
             return await self._beside(function)
 
@@ -65,6 +67,11 @@ class LongTexts:
             self._num_characters -= num_characters
 
     async def _beside(self, function: Callable[[], T]) -> T:
+        if self._executor is None:
+            try:
+                self._executor = threads_beside(THREADS, "long-texts")
+            except RuntimeError as error:
+                raise Unavailable(f"no thread is left to read a long text: {error}; send the request again") from error
         return await asyncio.get_running_loop().run_in_executor(self._executor, function)
 
 

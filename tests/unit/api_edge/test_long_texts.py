@@ -15,7 +15,7 @@ import pytest
 from jdisagg.api.generation import long_texts
 from jdisagg.api.generation.long_texts import INLINE_CHARACTERS, MAX_WAITING_CHARACTERS, LongTexts
 from jdisagg.api.http import tokens
-from jdisagg.core.errors import Overloaded
+from jdisagg.core.errors import Overloaded, Unavailable
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import WAIT_LIMIT_S, FakeEngine, Served, run, serving
 
@@ -50,14 +50,23 @@ def test_two_run_at_a_time_and_a_cancelled_one_leaves_no_third() -> None:
     run(check())
 
 
-def test_a_machine_that_has_no_thread_left_reads_long_texts_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_thread_is_left_a_long_text_waits_for_none_and_those_that_are_there_do_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def none_left(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     async def check() -> None:
-        texts = LongTexts()
-        monkeypatch.setattr(threading.Thread, "start", none_left)
-        assert await asyncio.gather(*(texts.run(lambda number=number: number, LONG) for number in range(6))) == [*range(6)]
+        texts, done = LongTexts(), list[int]()
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", none_left)
+            with pytest.raises(Unavailable, match="no thread is left to read a long text: can't start new thread"):
+                await texts.run(lambda: done.append(-1), LONG)
+        await texts.run(lambda: done.append(0), LONG)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", none_left)
+            await asyncio.gather(*(texts.run(lambda number=number: done.append(number), LONG) for number in range(1, 6)))
+        assert sorted(done) == [*range(6)]
 
     run(check())
 
