@@ -25,12 +25,15 @@ _ONCE_MORE_S = 0.2  # behind a time that is over: a loop that stood still looks 
 
 
 async def end_when_nobody_accepts(process: Process, address: str) -> None:
-    """Have the process drain and end once connections to `address`, as it was bound, are not answered; until cancelled."""
-    num_silent = 0
+    """Have the process drain and end once connections to `address`, as it was bound, are not answered that were before; until
+    cancelled."""
+    num_silent, has_answered = 0, False  # else it may be a firewall that keeps this process from its own address
     while num_silent < MOST_SILENT:
+        is_answered = await _is_answered(address)
+        has_answered = has_answered or is_answered is True
+        num_silent = num_silent + 1 if has_answered and is_answered is False else 0
         if not num_silent:
             await asyncio.sleep(LOOK_S)
-        num_silent = num_silent + 1 if await _is_silent(address) else 0
     log.critical(
         "gRPC on %s accepts nobody any more, and never will: the system had no file or memory for a connection; draining, so "
         "that a fresh process takes this one's place",
@@ -39,14 +42,16 @@ async def end_when_nobody_accepts(process: Process, address: str) -> None:
     process.end_with(EXIT_NOT_ACCEPTING)
 
 
-async def _is_silent(address: str) -> bool:
-    """Whether nothing comes on a new connection. Not where it is hung up on, as there are too many; nor where there is no
-    descriptor left for it or for its other end, which gRPC asks for again."""
+async def _is_answered(address: str) -> bool | None:
+    """Whether something comes on a new connection, be it that it is hung up on, as there are too many. None: nobody can tell,
+    as there is no descriptor for it or for its other end, which gRPC asks for again."""
     asked = asyncio.create_task(_ask(address))
     try:
         for wait_s in (ANSWER_S, _ONCE_MORE_S):
             await asyncio.wait({asked}, timeout=wait_s)
-        return not asked.done() and _has_descriptors()
+        if asked.done():
+            return asked.result()
+        return False if _has_descriptors() else None
     finally:
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
@@ -60,11 +65,15 @@ def _has_descriptors() -> bool:
     return True
 
 
-async def _ask(address: str) -> None:
+async def _ask(address: str) -> bool | None:
     host, _, port = address.rpartition(":")
-    with suppress(OSError):
+    try:
         reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))  # to 0.0.0.0, too
-        try:
+    except OSError:
+        return None
+    try:
+        with suppress(OSError):
             await reader.read(1)
-        finally:
-            writer.close()
+        return True
+    finally:
+        writer.close()

@@ -37,6 +37,13 @@ async def watched(address: str) -> AsyncIterator[Process]:
         await watch
 
 
+async def answer(listener: socket.socket) -> None:
+    """One connection."""
+    listener.setblocking(False)
+    connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+    connection.close()
+
+
 @pytest.mark.parametrize(
     ("host", "family"), [("127.0.0.1", socket.AF_INET), ("0.0.0.0", socket.AF_INET), ("::", socket.AF_INET6)]
 )
@@ -48,10 +55,11 @@ def test_a_process_drains_and_says_why_it_ends_whose_connections_nobody_takes(
         with socket.create_server((host, 0), family=family, backlog=backlog) as listener:
             port = listener.getsockname()[1]
             waiting = [socket.socket(family) for _ in range(2)]
-            for one in waiting:
-                one.setblocking(False)
-                one.connect_ex(("::1" if family is socket.AF_INET6 else "127.0.0.1", port))
             async with watched(f"[{host}]:{port}" if ":" in host else f"{host}:{port}") as process:
+                await answer(listener)
+                for one in waiting:
+                    one.setblocking(False)
+                    one.connect_ex(("::1" if family is socket.AF_INET6 else "127.0.0.1", port))
                 await until(process.stopping.is_set)
             for one in waiting:
                 one.close()
@@ -69,19 +77,21 @@ async def goes_on(address: str, looks: Callable[[], int]) -> None:
 
 
 @pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each was silent."""
-    seen, is_silent = [], accepting._is_silent
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[bool | None]:
+    """Whether each was answered."""
+    seen, is_answered = list[bool | None](), accepting._is_answered
 
-    async def noted(address: str) -> bool:
-        seen.append(await is_silent(address))
+    async def noted(address: str) -> bool | None:
+        seen.append(await is_answered(address))
         return seen[-1]
 
-    monkeypatch.setattr(accepting, "_is_silent", noted)
+    monkeypatch.setattr(accepting, "_is_answered", noted)
     return seen
 
 
-def test_a_server_of_grpc_answers_and_nothing_is_left_of_that(looks: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_of_grpc_answers_and_nothing_is_left_of_that(
+    looks: list[bool | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(accepting, "ANSWER_S", 20.0)
 
     async def body() -> None:
@@ -94,10 +104,10 @@ def test_a_server_of_grpc_answers_and_nothing_is_left_of_that(looks: list[bool],
         await server.stop(0)
 
     run_quiet(body())
-    assert not any(looks)
+    assert all(looks)
 
 
-def test_a_port_that_hangs_up_on_one_too_many_is_none_that_accepts_nobody(looks: list[bool]) -> None:
+def test_a_port_that_hangs_up_on_one_too_many_is_none_that_accepts_nobody(looks: list[bool | None]) -> None:
     async def body() -> None:
         server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
         await goes_on(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", lambda: len(looks))
@@ -105,20 +115,31 @@ def test_a_port_that_hangs_up_on_one_too_many_is_none_that_accepts_nobody(looks:
         await server.wait_closed()
 
     run_quiet(body())
-    assert not any(looks)
+    assert all(looks)
 
 
-def test_a_process_that_has_no_descriptor_to_try_with_does_not_end(looks: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_has_no_descriptor_to_try_with_does_not_end(
+    looks: list[bool | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def none_left(*_: object) -> None:
         raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
 
     monkeypatch.setattr(asyncio, "open_connection", none_left)
     run_quiet(goes_on("127.0.0.1:1", lambda: len(looks)))
+    assert {*looks} == {None}
+
+
+def test_an_address_that_never_answered_is_behind_a_firewall(looks: list[bool | None]) -> None:
+    async def body() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            await goes_on(f"127.0.0.1:{listener.getsockname()[1]}", lambda: len(looks))
+
+    run_quiet(body())
     assert not any(looks)
 
 
 def test_a_port_for_whose_connections_there_is_no_descriptor_is_asked_again(
-    looks: list[bool], monkeypatch: pytest.MonkeyPatch
+    looks: list[bool | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none_left(_: int) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -128,26 +149,30 @@ def test_a_port_for_whose_connections_there_is_no_descriptor_is_asked_again(
             address = f"127.0.0.1:{listener.getsockname()[1]}"
             with monkeypatch.context() as patch:
                 patch.setattr(accepting, "check_descriptors", none_left)
-                await goes_on(address, lambda: len(looks))
-            assert not any(looks)
-            async with watched(address) as process:
-                await until(process.stopping.is_set)
+                async with watched(address) as process:
+                    await answer(listener)
+                    await until(lambda: looks.count(None) >= LOOKS)
+                    assert not process.stopping.is_set()
+                    patch.undo()
+                    await until(process.stopping.is_set)
 
     run_quiet(body())
 
 
-def test_a_port_that_was_silent_twice_and_then_answers_goes_on(looks: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_was_silent_twice_and_then_answers_goes_on(
+    looks: list[bool | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(accepting, "ANSWER_S", 0.5)
 
     async def body() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             async with watched(f"127.0.0.1:{listener.getsockname()[1]}") as process:
+                await answer(listener)
                 for _ in range(2):
-                    silent = looks.count(True)
-                    await until(lambda before=silent: looks.count(True) >= before + accepting.MOST_SILENT - 1)
-                    listener.setblocking(False)
-                    answered = looks.count(False)
-                    while looks.count(False) == answered:
+                    silent = looks.count(False)
+                    await until(lambda before=silent: looks.count(False) >= before + accepting.MOST_SILENT - 1)
+                    answered = looks.count(True)
+                    while looks.count(True) == answered:
                         with suppress(BlockingIOError):
                             listener.accept()[0].close()
                         await asyncio.sleep(0.001)
