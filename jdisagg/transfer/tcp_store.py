@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import resource
 import secrets
 import socket
 import threading
@@ -36,6 +37,7 @@ REQUEST_TIMEOUT_S = 2.0  # D asks as soon as it is connected
 STALL_TIMEOUT_S = 10.0  # for a D that takes nothing; and it has to take, all in all ..
 LEAST_BYTES_PER_S = 2**20
 MAX_CONNECTIONS = 256
+SHARE = 0.05  # of this process's descriptors at most: HTTP and gRPC keep 0.83 of them, and it has some of its own
 CLOSE_TIMEOUT_S = 2.0
 DISPLACE_TIMEOUT_S = 1.0  # its thread is blocked in recv and ends at once
 SAID_EVERY_S = 10.0  # a line of the log about strangers, or a shortage
@@ -115,7 +117,7 @@ class TcpStore:
             if self._closed or not self._has_room():
                 connection.close()  # D reads its pieces over another backend
                 if not self._closed:
-                    self._full_told.say(log, logging.WARNING, FULL, MAX_CONNECTIONS, peer, now_s=monotonic())
+                    self._full_told.say(log, logging.WARNING, FULL, most_connections(), peer, now_s=monotonic())
                 continue
             thread = threading.Thread(target=self._serve, args=(connection, peer), name=f"tcp-serve-{peer}", daemon=True)
             with self._lock:
@@ -132,7 +134,7 @@ class TcpStore:
     def _has_room(self) -> bool:
         """For one more connection, perhaps where a stranger was."""
         with self._lock:
-            if len(self._connections) < MAX_CONNECTIONS:
+            if len(self._connections) < most_connections():
                 return True
             oldest = next(iter(self._strangers), None)
             if oldest is None:
@@ -180,6 +182,12 @@ class TcpStore:
         if data is not None:
             _send(connection, memoryview(data))
         return not self._closed
+
+
+def most_connections() -> int:
+    """How many a store keeps."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if limit == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, round(SHARE * limit)))
 
 
 def _send(connection: socket.socket, data: memoryview) -> None:

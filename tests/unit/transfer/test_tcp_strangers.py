@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import threading
 from dataclasses import replace
@@ -74,6 +75,23 @@ def test_beyond_so_many_connections_p_hangs_up_at_once_and_other_backends_may_do
     assert [record.message for record in caplog.records] == [
         "tcp: all 1 connections are taken; hung up on 127.0.0.1, which goes on over another backend"
     ]
+
+
+@pytest.mark.parametrize(
+    ("limit", "most"),
+    [(20, 1), (60, 3), (10_000, tcp_store.MAX_CONNECTIONS), (resource.RLIM_INFINITY, tcp_store.MAX_CONNECTIONS)],
+)
+def test_the_port_takes_no_more_than_a_small_share_of_the_descriptors(
+    limit: int, most: int, store: TcpStore, source: TcpSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_store.resource, "getrlimit", lambda _: (limit, limit))
+    assert tcp_store.most_connections() == most
+    locator = store.put("k", b"data")
+    for number in range(min(most, 5)):
+        assert read(source, locator, peer=f"p{number}") == b"data"
+    if most < 5:
+        with pytest.raises(NeverConnected):
+            read(source, locator, peer="one more")
 
 
 def is_open(connection: socket.socket, within_s: float = 0.3) -> bool:
