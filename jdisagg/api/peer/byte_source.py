@@ -7,6 +7,7 @@ small parts, so that what is slow, but moves, is seen to move.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from time import monotonic
 
@@ -33,6 +34,7 @@ class GrpcByteSource:
         self._stalls = StallWatch(stall_s)
         self._slow: set[str] = set()  # peers whose latest read stalled, or nearly
         self._channels = BlockingChannels(credentials)
+        self._was_short = False  # of a thread, when one was wanted last
 
     def read_into(self, peer: str, key: str, room: memoryview, deadline_s: float) -> Iterator[int]:
         """Fill `room` with the piece's bytes; see `ByteSource`."""
@@ -44,6 +46,12 @@ class GrpcByteSource:
         if left_s <= 0.0:  # gRPC might serve it even so
             raise TimeoutError(f"piece {key} of {peer}: asked for when its time was over")
         try:
+            if self._was_short:
+                threading.Thread(target=_nothing, name="any-thread-left", daemon=True).start()
+                self._was_short = False
+        except RuntimeError as error:  # gRPC would lose this channel, too
+            raise ConnectionError(f"piece {key} of {peer}: {error}") from error
+        try:
             fetch = channel.unary_stream(
                 FETCH, request_serializer=peer_pb2.FetchRequest.SerializeToString, response_deserializer=decode_part
             )
@@ -52,6 +60,7 @@ class GrpcByteSource:
         except ValueError as error:  # dropped in this moment
             raise ConnectionError(f"piece {key} of {peer}: {error}") from error
         except RuntimeError as error:  # no thread is left
+            self._was_short = True
             self._channels.abandon(peer, channel)
             raise ConnectionError(f"piece {key} of {peer}: {error}") from error
         try:
@@ -105,3 +114,7 @@ class GrpcByteSource:
         """Close every channel; reads in progress fail."""
         self._stalls.close()
         self._channels.close()
+
+
+def _nothing() -> None:
+    """What there is to do for a thread that is only to be there."""

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 
+import grpc
 import pytest
 from chaos_kit.proxy import Weather
 
+from jdisagg.api.peer.blocking_channels import BlockingChannels
 from jdisagg.api.peer.byte_source import GrpcByteSource
 from jdisagg.core.errors import Stalled
 from tests.unit.reading import read_whole
@@ -55,6 +57,38 @@ def test_a_channel_whose_call_got_no_thread_is_not_used_again_and_holds_up_nobod
             assert await asyncio.to_thread(read) == b"bytes"
             await asyncio.to_thread(source.drop, address)
             await asyncio.to_thread(source.close)
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
+def test_however_many_reads_find_no_thread_one_channel_is_lost_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a descriptor for good: a shortage of threads that lasted would become one of descriptors, which nothing ends."""
+    lost, abandon = list[grpc.Channel](), BlockingChannels.abandon
+
+    def noted(channels: BlockingChannels, peer: str, channel: grpc.Channel) -> None:
+        lost.append(channel)
+        abandon(channels, peer, channel)
+
+    monkeypatch.setattr(BlockingChannels, "abandon", noted)
+
+    async def body() -> None:
+        p, source = Prefill(identity()), GrpcByteSource()
+        p.pieces["k"] = b"bytes"
+        address = await p.start()
+
+        def read() -> bytes:
+            return read_whole(source, address, "k", monotonic() + LONG_S)
+
+        for num_lost in (1, 2):
+            assert await asyncio.to_thread(read) == b"bytes"
+            with shortage(lambda thread: not thread.name.startswith("asyncio")):
+                for _ in range(5):
+                    with pytest.raises(ConnectionError, match=NO_THREAD):
+                        await asyncio.to_thread(read)
+            assert len(lost) == num_lost, "a shortage each"
+        assert await asyncio.to_thread(read) == b"bytes"
+        await asyncio.to_thread(source.close)
         await p.server.stop(0)
 
     run_quiet(body())
