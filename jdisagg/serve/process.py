@@ -157,12 +157,13 @@ def run_process(serve: Callable[[Process], Awaitable[int]]) -> int:
     """Run `serve` to its end on a fresh event loop, signals installed; returns its exit status."""
 
     async def main() -> int:
-        process = Process(is_supervised=PARENT_VARIABLE in os.environ)
-        loop = asyncio.get_running_loop()
-        loop.set_default_executor(threads_beside(min(MOST_THREADS, usable_cores() + MORE_THREADS), "beside"))
-        process.listen(loop)
-        status = await serve(process) or process.status
-        process.leave(status)
+        loop, process = asyncio.get_running_loop(), Process(is_supervised=PARENT_VARIABLE in os.environ)
+        with threads_beside(min(MOST_THREADS, usable_cores() + MORE_THREADS), "beside") as beside:
+            loop.set_default_executor(beside)
+            process.listen(loop)
+            status = await serve(process) or process.status
+            process.leave(status)
+        loop.set_default_executor(None)  # pyright: ignore[reportArgumentType]  # else it takes another thread to end them
         return status
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
