@@ -1,6 +1,7 @@
 """`jax.experimental.transfer` behind a wrapper in which the states that kill, corrupt or hang cannot be reached.
 
     kills      no transport addresses, or fewer on D than on P     NUM_ADDRESSES on every worker, and Hello compares
+               a server for which no thread is left                as many are started, and end, before it
                awaiting a pull of a deleted array                  `offer` and `withdraw` run on one thread, in that order
     corrupts   a uuid offered twice; a spec that does not match    uuids are random and never used again; see `jax_backend`
                two servers on one port                             port 0 always
@@ -28,6 +29,7 @@ from __future__ import annotations
 import importlib
 import secrets
 import socket
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -42,6 +44,7 @@ import jax
 from jdisagg.core.host_names import NO_WAY, own_address_of
 from jdisagg.transfer.target import PieceError
 
+NUM_THREADS = 12  # a server takes eight
 NUM_ADDRESSES = 4  # sockets for bytes; equal on all workers of a version
 COPY_BYTES = 32 * 2**20  # of one copy on its way, and of an array at most; equal on all workers of a version. A piece of 256
 # tokens of an 8B model: on a CPU it costs 20 % to cut it and join it again
@@ -98,6 +101,7 @@ class TransferServer:
         connect to that. Raises Unsupported."""
         try:
             transfer = importlib.import_module("jax.experimental.transfer")
+            _check_threads()
             self._server: Any = transfer.start_transfer_server(
                 devices[0].client,
                 f"{host}:0",
@@ -252,6 +256,20 @@ class TransferConnection:
         if connection is not None:
             with suppress(RuntimeError, AttributeError):  # broken already, or a jax that breaks it when it is collected
                 connection._poison_connection()
+
+
+def _check_threads() -> None:
+    """Raises RuntimeError where this machine has too few left for a server."""
+    enough, started = threading.Event(), list[threading.Thread]()
+    try:
+        while len(started) < NUM_THREADS:
+            thread = threading.Thread(target=enough.wait, name="any-thread-left", daemon=True)
+            thread.start()
+            started.append(thread)
+    finally:
+        enough.set()
+        for thread in started:
+            thread.join()
 
 
 def _try(address: str, deadline_s: float) -> None:

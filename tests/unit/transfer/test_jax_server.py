@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 import weakref
 from dataclasses import replace
@@ -191,6 +192,28 @@ def test_a_jax_without_a_transfer_server_says_so(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(jax_server.importlib, "import_module", missing)
     with pytest.raises(Unsupported, match="no such module"):
         TransferServers(jax.devices(), "127.0.0.1")
+
+
+@pytest.mark.parametrize("num_left", [0, 8])
+def test_where_too_few_threads_are_left_no_server_is_started_and_jax_does_not_end_the_process(
+    num_left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers, start, left = transfer_servers()[0], threading.Thread.start, [num_left]
+    servers.start()
+    before = threading.enumerate()
+
+    def start_or_not(thread: threading.Thread) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_or_not)
+        with pytest.raises(Unsupported, match="can't start new thread"):
+            servers.start()
+    assert threading.enumerate() == before
+    servers.start()
 
 
 def test_every_receiver_has_a_server_until_it_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
