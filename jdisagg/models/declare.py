@@ -33,6 +33,10 @@ class Declared:
     scale: float | None  # standard deviation of a random initial value; None = all ones
 
 
+Make = Callable[[Path, Declared], Any]  # of one parameter
+Build = Callable[[ModelSpec, Make], dict[str, Any]]  # of all: `build`, or `stacking.build_stacked`
+
+
 class Linear(nnx.Module):
     """y = x @ kernel + bias. [in, out]: for 2-16 rows XLA:CPU multiplies that 1.3-1.8 times faster than [out, in]."""
 
@@ -122,7 +126,7 @@ def declarations(spec: ModelSpec) -> Mapping[Path, Declared]:
     return MappingProxyType(found)
 
 
-def build(spec: ModelSpec, make: Callable[[Path, Declared], Any]) -> dict[str, Any]:
+def build(spec: ModelSpec, make: Make) -> dict[str, Any]:
     """The parameter dict, each leaf made by `make`: {"embed_tokens", "layers": [one dict per layer], "norm", "lm_head"?}.
     Raises ConfigError with the tensor's name where `make` raises OverflowError."""
     params: dict[str, Any] = {"layers": [{} for _ in range(spec.num_layers)]}

@@ -25,7 +25,7 @@ def forward(
 ) -> tuple[KV, jax.Array]:
     """Write the KV of all tokens and return (kv, hidden [T, E] after the last norm).
 
-    SCAN wants the layers stacked (`stacking.stack_layers`) and one window for all of them.
+    SCAN wants the layers stacked (`stacking.build_stacked`) and one window for all of them.
     """
     with jax.named_scope("embed"):
         x = jnp.take(params["embed_tokens"]["embedding"], batch.token_ids, axis=0)

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdisagg.core.fingerprint import Parts
-from jdisagg.models.declare import named_leaves
+from jdisagg.models.declare import Declared, Path
 from jdisagg.models.hashing import element_index, mix
 from jdisagg.models.spec import ModelSpec
 
@@ -34,28 +34,40 @@ class Fingerprint:
     parts: Parts
 
 
-def fingerprint(spec: ModelSpec, params: dict[str, Any], *, numerics: str) -> Fingerprint:
-    """Of unstacked parameters as they lie in memory (their dtype counts)."""
+class WeightSums:
+    """Sums of a model's parameters as they lie in memory (their dtype counts), each added while it is there on its own."""
+
+    def __init__(self) -> None:
+        self._checksum = jax.jit(_checksums, static_argnums=1)
+        self._sums: dict[str, jax.Array] = {}
+        self._groups: dict[str, str] = {}
+        self.dtypes: set[str] = set()
+
+    def add(self, path: Path, declared: Declared, leaf: jax.Array) -> None:
+        """Sum one parameter; of a single layer, not stacked."""
+        name = f"{declared.name} {leaf.dtype} {leaf.shape}"
+        self._sums[name] = self._checksum(leaf, leaf.sharding)
+        self._groups[name] = _WEIGHTS.get(str(path[0]), "weights.head")
+        self.dtypes.add(str(leaf.dtype))
+
+    def lines(self) -> Iterator[tuple[str, bytes]]:
+        """Group and sum of each parameter, in one order for all checkpoints. Waits for the devices."""
+        for name, value in sorted(jax.device_get(self._sums).items()):
+            yield self._groups[name], f"{name} {np.sum(value, axis=0, dtype=np.uint32).tolist()}".encode()
+
+
+def fingerprint(spec: ModelSpec, sums: WeightSums, *, numerics: str) -> Fingerprint:
+    """Of a model with all its parameters in `sums`."""
     digest = xxhash.xxh3_128()
     digest.update(repr((spec, numerics)).encode())
-    checksum = jax.jit(_checksums, static_argnums=1)
-    sums: dict[str, jax.Array] = {}
-    groups: dict[str, str] = {}
-    dtypes: set[str] = set()
-    for path, declared, leaf in named_leaves(spec, params):
-        name = f"{declared.name} {leaf.dtype} {leaf.shape}"
-        sums[name] = checksum(leaf, leaf.sharding)
-        groups[name] = _WEIGHTS.get(str(path[0]), "weights.head")
-        dtypes.add(str(leaf.dtype))
     weights = {group: xxhash.xxh3_64() for group in (*_WEIGHTS.values(), "weights.head")}
-    for name, value in sorted(jax.device_get(sums).items()):
-        line = f"{name} {np.sum(value, axis=0, dtype=np.uint32).tolist()}".encode()
+    for group, line in sums.lines():
         digest.update(line)
-        weights[groups[name]].update(line)
+        weights[group].update(line)
     parts = (
         *_fields("model", spec),
         ("numerics", numerics),
-        ("dtype", ", ".join(sorted(dtypes))),
+        ("dtype", ", ".join(sorted(sums.dtypes))),
         *((group, part.hexdigest()) for group, part in weights.items()),
     )
     return Fingerprint(digest=digest.hexdigest(), parts=parts)

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdisagg.models.declare import Declared, Path, build
+from jdisagg.models.declare import Build, Declared, Path, build
 from jdisagg.models.hashing import element_index, mix
 from jdisagg.models.sharding import param_sharding
 from jdisagg.models.spec import ModelSpec
 
 
-def random_params(spec: ModelSpec, mesh: Mesh, dtype: str, *, seed: int) -> dict[str, Any]:
-    """Parameters with the declared standard deviations. The same seed gives the same values on every mesh."""
+def random_params(spec: ModelSpec, mesh: Mesh, dtype: str, assemble: Build = build, *, seed: int) -> dict[str, Any]:
+    """What `assemble` makes, with the declared standard deviations. The same seed gives the same values on every mesh."""
     draws: dict[Hashable, Any] = {}  # layers share shapes: one compilation for each distinct one
 
     def make(_: Path, declared: Declared) -> jax.Array:
@@ -31,7 +31,7 @@ def random_params(spec: ModelSpec, mesh: Mesh, dtype: str, *, seed: int) -> dict
         number = np.uint32(zlib.crc32(f"{seed} {declared.name}".encode()))
         return draws[kind](jax.device_put(number, NamedSharding(mesh, PartitionSpec())))
 
-    return build(spec, make)
+    return assemble(spec, make)
 
 
 def _draw(number: jax.Array, *, shape: tuple[int, ...], scale: float | None, dtype: str) -> jax.Array:

@@ -20,7 +20,7 @@ import tensorstore as ts
 from jax.sharding import Mesh
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.models.declare import Declared, build, declarations, named_leaves
+from jdisagg.models.declare import Build, Declared, build, declarations, named_leaves
 from jdisagg.models.declare import Path as ParamPath
 from jdisagg.models.formats import ORBAX
 from jdisagg.models.host_parts import HostParts, slabs
@@ -44,8 +44,8 @@ def save_orbax(directory: Path, spec: ModelSpec, params: dict[str, Any]) -> None
         checkpointer.save(named / ORBAX, flat, save_args=save_args)
 
 
-def load_orbax(directory: Path, spec: ModelSpec, mesh: Mesh, dtype: str) -> dict[str, Any]:
-    """The parameter dict as `dtype`, on its devices. Raises ConfigError naming tensor, directory, wanted and got."""
+def load_orbax(directory: Path, spec: ModelSpec, mesh: Mesh, dtype: str, assemble: Build = build) -> dict[str, Any]:
+    """What `assemble` makes, as `dtype`, on its devices. Raises ConfigError naming tensor, directory, wanted and got."""
     path = (directory / ORBAX).resolve()
     _check(path, spec, _stored(path))
     context = ts.Context(_CONTEXT)
@@ -63,7 +63,7 @@ def load_orbax(directory: Path, spec: ModelSpec, mesh: Mesh, dtype: str) -> dict
             raise ConfigError(message) from error
         return parts.placed()
 
-    return build(spec, make)
+    return assemble(spec, make)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.models.declare import Declared, build, declarations
+from jdisagg.models.declare import Build, Declared, build, declarations
 from jdisagg.models.declare import Path as ParamPath
 from jdisagg.models.host_parts import HostParts, Slab, slabs
 from jdisagg.models.safetensors_files import DERIVED, opened, tensor_files
@@ -24,8 +24,8 @@ EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-def load_safetensors(directory: Path, spec: ModelSpec, mesh: Mesh, dtype: str) -> dict[str, Any]:
-    """The parameter dict as `dtype`, on its devices. Raises ConfigError naming tensor, file, and what was wanted and got."""
+def load_safetensors(directory: Path, spec: ModelSpec, mesh: Mesh, dtype: str, assemble: Build = build) -> dict[str, Any]:
+    """What `assemble` makes, as `dtype`, on its devices. Raises ConfigError naming tensor, file, what was wanted and got."""
     files = tensor_files(directory)
     states = {file: _state(file) for file in sorted(set(files.values()))}
     _check_names(directory, spec, files)
@@ -49,7 +49,7 @@ def load_safetensors(directory: Path, spec: ModelSpec, mesh: Mesh, dtype: str) -
                 parts.fill(slab, values)
         return parts.placed()
 
-    params = build(spec, make)
+    params = assemble(spec, make)
     for file, state in states.items():
         if _state(file) != state:
             raise ConfigError(f"{file}: was changed while it was read; start again")

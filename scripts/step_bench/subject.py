@@ -16,10 +16,11 @@ from jdisagg.engine.model import DecoderModel
 from jdisagg.engine.ops import choose_ops
 from jdisagg.engine.updates import pack_admissions
 from jdisagg.kv.layout import choose_layout
+from jdisagg.models.declare import build
 from jdisagg.models.init import random_params
 from jdisagg.models.sharding import make_mesh
 from jdisagg.models.spec import ModelSpec
-from jdisagg.models.stacking import stack_layers
+from jdisagg.models.stacking import build_stacked
 from jdisagg.sched.plan import Admit
 from step_bench.plain import PlainOps, ScannedModel
 
@@ -63,14 +64,14 @@ class Subject:
     def __init__(self, form: Form, dtype: str, batch: int, context: int, steps: int) -> None:
         """Fill `batch` slots with sequences of `context` tokens; there is room for `steps` more."""
         spec, mesh = ModelSpec.from_config(CONFIG), make_mesh(jax.devices(), 1)
-        params = random_params(spec, mesh, dtype, seed=0)
+        params = random_params(spec, mesh, dtype, build if form is Form.ENGINE else build_stacked, seed=0)
         self.param_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         self.param_count = sum(leaf.size for leaf in jax.tree.leaves(params))
         layout = choose_layout(spec.kv_spec(dtype), mesh, PAGE_SIZE)
         if form is Form.ENGINE:
             model = DecoderModel(spec, choose_ops(layout, mesh), LayerLoop.UNROLLED)
         else:
-            params, layout = stack_layers(params), replace(layout, heads_major=False, as_bits=False)
+            layout = replace(layout, heads_major=False, as_bits=False)
             model = (ScannedModel if form is Form.SCANNED else DecoderModel)(spec, PlainOps(), LayerLoop.SCAN)
         width = -(-(context + steps) // PAGE_SIZE)
         sizes = DeviceShape(

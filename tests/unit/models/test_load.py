@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 from jdisagg.core.config import LayerLoop
 from jdisagg.core.errors import ConfigError, NoMemory
+from jdisagg.models.host_parts import HostParts
 from jdisagg.models.sharding import make_mesh
 from jdisagg.models.spec import ModelSpec
 from tests.unit.models.conftest import CONFIG, tensors_of, write_model
@@ -116,6 +117,21 @@ def test_scan_stacks_the_layers_and_keeps_the_fingerprint(model_directory: Path)
     np.testing.assert_array_equal(kernel[1], plain.params["layers"][1]["mlp"]["up_proj"]["kernel"])
     assert (plain.layer_loop, stacked.layer_loop) == (LayerLoop.UNROLLED, LayerLoop.SCAN)
     assert plain.fingerprint == stacked.fingerprint
+
+
+def test_scan_loads_one_layers_part_beside_the_stacks(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[jax.Array] = []
+    num_alive: list[int] = []
+    placed = HostParts.placed
+
+    def watched(parts: HostParts) -> jax.Array:
+        made.append(placed(parts))
+        num_alive.append(sum(not array.is_deleted() for array in made))
+        return made[-1]
+
+    monkeypatch.setattr(HostParts, "placed", watched)
+    load(model_directory, layer_loop=LayerLoop.SCAN)
+    assert max(num_alive) <= len(("embed_tokens", "norm", "lm_head")) + 1
 
 
 def test_a_tied_model_may_lack_or_hold_an_output_matrix(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:

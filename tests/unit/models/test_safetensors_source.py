@@ -11,43 +11,33 @@ import pytest
 from safetensors.numpy import save_file
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.models import safetensors_source
-from jdisagg.models.declare import Declared
+from jdisagg.models.declare import Build, Declared, Make, build
 from jdisagg.models.declare import Path as ParamPath
 from jdisagg.models.safetensors_source import load_safetensors
 from jdisagg.models.sharding import make_mesh
 from jdisagg.models.spec import ModelSpec
 
 
-@pytest.fixture
-def exchange(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], None]:
-    """Has its argument called when half of the parameters were read."""
+def halfway(act: Callable[[], None]) -> Build:
+    """What has `act` called when half of the parameters were read."""
 
-    def arrange(act: Callable[[], None]) -> None:
-        build = safetensors_source.build
+    def assemble(spec: ModelSpec, make: Make) -> dict[str, Any]:
+        count = 0
 
-        def halfway(spec: ModelSpec, make: Callable[[ParamPath, Declared], Any]) -> dict[str, Any]:
-            count = 0
+        def counting(path: ParamPath, declared: Declared) -> Any:
+            nonlocal count
+            count += 1
+            if count == 12:
+                act()
+            return make(path, declared)
 
-            def counting(path: ParamPath, declared: Declared) -> Any:
-                nonlocal count
-                count += 1
-                if count == 12:
-                    act()
-                return make(path, declared)
+        return build(spec, counting)
 
-            return build(spec, counting)
-
-        monkeypatch.setattr(safetensors_source, "build", halfway)
-
-    return arrange
+    return assemble
 
 
 def test_weights_that_are_exchanged_while_they_are_read_are_refused(
-    model_directory: Path,
-    tensors: dict[str, np.ndarray],
-    spec: ModelSpec,
-    exchange: Callable[[Callable[[], None]], None],
+    model_directory: Path, tensors: dict[str, np.ndarray], spec: ModelSpec
 ) -> None:
     """The first half of the old model and the second of the new one would be served, and nothing would say so."""
     other = {name: value + 1 for name, value in tensors.items()}
@@ -56,17 +46,14 @@ def test_weights_that_are_exchanged_while_they_are_read_are_refused(
         save_file(other, model_directory / "new")
         os.replace(model_directory / "new", model_directory / "model.safetensors")
 
-    exchange(replace)
     with pytest.raises(ConfigError, match=r"model\.safetensors: was changed while it was read; start again"):
-        load_safetensors(model_directory, spec, make_mesh(jax.devices(), 1), "float32")
+        load_safetensors(model_directory, spec, make_mesh(jax.devices(), 1), "float32", halfway(replace))
 
 
-def test_weights_that_vanish_while_they_are_read_are_named(
-    model_directory: Path, spec: ModelSpec, exchange: Callable[[Callable[[], None]], None]
-) -> None:
-    exchange((model_directory / "model.safetensors").unlink)
+def test_weights_that_vanish_while_they_are_read_are_named(model_directory: Path, spec: ModelSpec) -> None:
+    vanish = halfway((model_directory / "model.safetensors").unlink)
     with pytest.raises(ConfigError, match=r"model\.safetensors: not readable as safetensors: No such file"):
-        load_safetensors(model_directory, spec, make_mesh(jax.devices(), 1), "float32")
+        load_safetensors(model_directory, spec, make_mesh(jax.devices(), 1), "float32", vanish)
 
 
 def test_loaded_weights_do_not_depend_on_their_file(
