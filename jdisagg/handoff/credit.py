@@ -22,6 +22,16 @@ def window_bytes_of(config: TransferConfig, bytes_per_token: int) -> int:
     return max(2 * piece_bytes, min(wanted_bytes, config.transfer_buffer_bytes))
 
 
+def most_pieces_of(config: TransferConfig, bytes_per_token: int) -> int:
+    """Pieces on a device that fill `transfer_buffer_bytes`: there each takes as much as a whole chunk."""
+    return -(-config.transfer_buffer_bytes // (config.transfer_chunk_tokens * bytes_per_token))
+
+
+def most_waiting_of(config: TransferConfig, bytes_per_token: int) -> int:
+    """The same of pieces that have arrived and wait for their engine: while one does, the next may come."""
+    return max(2, most_pieces_of(config, bytes_per_token))
+
+
 @dataclass(slots=True)
 class Credit:
     """What one sender was granted."""

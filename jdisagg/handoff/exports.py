@@ -20,6 +20,7 @@ from typing import Protocol
 
 from jdisagg.core.config import TransferConfig
 from jdisagg.handoff.actions import Discard, Export
+from jdisagg.handoff.credit import most_pieces_of
 from jdisagg.handoff.messages import HandoffId
 from jdisagg.handoff.outbound import OutgoingPiece
 
@@ -66,7 +67,7 @@ class ExportQueue:
         self._num_out: Counter[str] = Counter()  # pieces exported and not yet discarded, by receiver
         self._bytes_out: Counter[str] = Counter()
         self._num_on_device = 0  # pieces
-        self._most_on_device = -(-config.transfer_buffer_bytes // (config.transfer_chunk_tokens * bytes_per_token))
+        self._most_on_device = most_pieces_of(config, bytes_per_token)
 
     @property
     def buffered_bytes(self) -> int:

@@ -19,6 +19,7 @@ from jdisagg.engine.build import make_runner
 from jdisagg.engine.costs import measure_retraction_cost
 from jdisagg.engine.runner import ModelRunner
 from jdisagg.engine.warmup import warm_up
+from jdisagg.handoff.credit import most_waiting_of
 from jdisagg.handoff.identity import Backend, CacheGroup, Identity
 from jdisagg.kv.spec import KVSpec
 from jdisagg.models.load import LoadedModel, load_model
@@ -62,7 +63,9 @@ class Core:
     @property
     def piece_target(self) -> PieceTarget:
         """What arriving pieces must become for this engine's import executable."""
-        return PieceTarget.of(self.kv_spec, self.runner.device.piece_sharding, self.runner.chunk_tokens)
+        most_waiting = most_waiting_of(self.config.transfer, self.kv_spec.bytes_per_token)
+        sharding, chunk_tokens = self.runner.device.piece_sharding, self.runner.chunk_tokens
+        return PieceTarget.of(self.kv_spec, sharding, chunk_tokens, most_waiting=most_waiting)
 
     def identity(self, backends: Sequence[Backend]) -> Identity:
         """What Hello says of this engine; `backends` in order of preference."""

@@ -52,7 +52,7 @@ class DevicePutPublisher:
 def device_put_fetcher(publisher: DevicePutPublisher, target: PieceTarget, post: Post, example: KVGroup) -> LaneFetcher:
     """D's half. Copies `example`, arrays that lie like P's pieces, at once: one device to many compiles a slicing program."""
     target.place(example)
-    return LaneFetcher("device_put", partial(_obtain, publisher, target), post)
+    return LaneFetcher("device_put", partial(_obtain, publisher, target), post, most_waiting=target.most_waiting)
 
 
 def _obtain(publisher: DevicePutPublisher, target: PieceTarget, job: FetchJob) -> Piece:

@@ -95,7 +95,8 @@ def host_fetcher(
 ) -> LaneFetcher:
     """D's half. Before closing it, close a source whose reads may be waiting on a dead peer. Pieces land in `buffers`, which
     several may share. `on_end(peer)`: nothing was read from the peer for a while."""
-    return LaneFetcher(name, _Reads(source, target, buffers or Buffers()).obtain, post, on_end=on_end)
+    reads = _Reads(source, target, buffers or Buffers())
+    return LaneFetcher(name, reads.obtain, post, on_end=on_end, most_waiting=target.most_waiting)
 
 
 class _Reads:

@@ -110,7 +110,7 @@ class _Cuts:
 def jax_fetcher(servers: TransferServers, joiner: Joiner, target: PieceTarget, post: Post) -> LaneFetcher:
     """D's half."""
     pulls = _Pulls(servers, joiner, target)
-    fetcher = LaneFetcher(NAME, pulls.obtain, post, on_end=pulls.disconnect)
+    fetcher = LaneFetcher(NAME, pulls.obtain, post, on_end=pulls.disconnect, most_waiting=target.most_waiting)
     pulls.behind = fetcher.behind
     return fetcher
 

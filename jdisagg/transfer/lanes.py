@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 from jdisagg.handoff.messages import ChunkReady, HandoffId
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 5.0
 IDLE_S = 10.0  # without a piece: a peer's thread ends, and its transfer server. Peers that restart come back under new
 # addresses; to begin anew costs 2 ms
+LOOK_S = 1e-3  # between two looks whether the engine has taken what came
 MAX_LANES = 64  # of a fetcher; the longest unused ones end beyond it, once they are through
 
 
@@ -83,6 +85,29 @@ class FetchJob:
     begun: Any = None  # of a backend that begins before the job's turn has come
 
 
+class Waiting:
+    """Pieces that have arrived, until nobody looks at them any more: the engine has imported or dropped them. Each lies padded
+    to a whole chunk on the device, beside the pool."""
+
+    def __init__(self, most: int | None) -> None:
+        self._most = most
+        self._pieces = deque[None]()  # one entry each
+
+    def add(self, piece: Piece) -> None:
+        """It is on the device. There may be one more for every lane than `await_room` waits for: a peer that is slow must not
+        keep the room from others."""
+        if self._most is not None:
+            self._pieces.append(None)
+            weakref.finalize(piece.data, self._pieces.pop).atexit = False  # may run anywhere: it takes no lock
+
+    def await_room(self, job: FetchJob) -> None:
+        """Return when the engine has taken what waits for it, the job is cancelled or its time is over."""
+        while self._most is not None and len(self._pieces) >= self._most:
+            if job.cancelled or monotonic() >= job.deadline_s:
+                return
+            sleep(LOOK_S)
+
+
 class LaneFetcher:
     """A backend's Fetcher: runs `obtain(job)` on the lane of the job's peer and posts what came of it.
 
@@ -98,8 +123,10 @@ class LaneFetcher:
         post: Post,
         *,
         on_end: Callable[[str], None] = lambda peer: None,
+        most_waiting: int | None = None,
     ) -> None:
-        """`name`: the backend's; `on_end(peer)` runs on the peer's lane when that is idle, and before it ends."""
+        """`name`: the backend's; `on_end(peer)` runs on the peer's lane when that is idle, and before it ends. While
+        `most_waiting` pieces that came are not imported (or dropped) yet, no lane begins with another one."""
         self.name = name
         self._obtain = obtain
         self._post = post
@@ -108,6 +135,7 @@ class LaneFetcher:
         self._lock = threading.Lock()  # of these: whoever finds a lane submits to it before it can end
         self._jobs: dict[str, deque[FetchJob]] = {}  # by peer, in the order of its lane; there as long as that is. Written
         # here, popped by lanes: single operations only
+        self._waiting = Waiting(most_waiting)
         self._closed = False
 
     def fetch(self, handoff: HandoffId, peer: str, ready: ChunkReady, deadline_s: float) -> None:
@@ -186,6 +214,7 @@ class LaneFetcher:
 
     def _run(self, job: FetchJob) -> None:
         try:
+            self._waiting.await_room(job)
             event = None if job.cancelled else self._outcome(job)
         finally:
             self._jobs[job.peer].popleft()
@@ -199,6 +228,7 @@ class LaneFetcher:
                 was = "before the fetch began" if job.begun is None else "while it was on its way, behind others"
                 raise PieceError("timeout", f"the deadline passed {was}")
             piece = self._obtain(job)
+            self._waiting.add(piece)
         except PieceError as error:
             return PieceFailed(handoff=job.handoff, ready=job.ready, reason=error.reason, detail=error.detail)
         except Exception as error:  # whatever it is, it concerns this piece; the lane serves the next one

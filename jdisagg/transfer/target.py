@@ -44,9 +44,12 @@ class PieceTarget:
     num_layers: int
     num_kv_heads: int
     features: int
+    most_waiting: int | None = None  # pieces that may have arrived and wait for their engine; None = as many as come
 
     @classmethod
-    def of(cls, spec: KVSpec, sharding: jax.sharding.Sharding, chunk_tokens: int) -> PieceTarget:
+    def of(
+        cls, spec: KVSpec, sharding: jax.sharding.Sharding, chunk_tokens: int, *, most_waiting: int | None = None
+    ) -> PieceTarget:
         """The target of pieces for a group of `spec` whose imports are sharded like `sharding`."""
         return cls(
             sharding=sharding,
@@ -55,6 +58,7 @@ class PieceTarget:
             num_layers=spec.num_layers,
             num_kv_heads=spec.num_kv_heads,
             features=spec.features,
+            most_waiting=most_waiting,
         )
 
     @property

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import pytest
 
 from jdisagg.api.channels import INSECURE
-from jdisagg.core.config import Config
+from jdisagg.core.config import Config, TransferConfig
 from jdisagg.handoff.messages import ChunkReady, HandoffId
 from jdisagg.kv.spec import KVSpec
 from jdisagg.roles.inbox import Inbox
 from jdisagg.serve import build
+from jdisagg.serve.engine_core import Core
 from jdisagg.transfer import lanes
 from jdisagg.transfer.target import PieceTarget
 from tests.unit.waiting import until
@@ -38,3 +39,11 @@ def test_decode_workers_that_come_back_elsewhere_leave_no_channel_behind(monkeyp
     until(lambda: {"restarted:0", "restarted:1", "restarted:2"} <= set(dropped), "each peer that was read from is dropped")
     for close in deployment.closers:
         close()
+
+
+@pytest.mark.parametrize(("buffer_bytes", "most"), [(1, 2), (16 * 10, 10), (16 * 10 + 1, 11)])
+def test_as_many_pieces_wait_for_an_engine_as_fill_its_buffer_as_whole_chunks(buffer_bytes: int, most: int) -> None:
+    config = Config(transfer=TransferConfig(transfer_chunk_tokens=4, transfer_buffer_bytes=buffer_bytes))
+    runner = SimpleNamespace(device=SimpleNamespace(piece_sharding=jnp.zeros(1).sharding), chunk_tokens=4)
+    core = SimpleNamespace(config=config, kv_spec=SPEC, runner=runner)
+    assert cast(Any, Core.piece_target).fget(core).most_waiting == most

@@ -144,8 +144,15 @@ class Rig:
     publisher: Publisher = field(init=False)
     fetcher: Fetcher = field(init=False)
 
-    def start(self, *, dtype: str = "float32", chunk_tokens: int = CHUNK_TOKENS, heads: int = HEADS) -> Rig:
-        target = replace(TARGET, dtype=dtype, chunk_tokens=chunk_tokens, num_kv_heads=heads)
+    def start(
+        self,
+        *,
+        dtype: str = "float32",
+        chunk_tokens: int = CHUNK_TOKENS,
+        heads: int = HEADS,
+        most_waiting: int | None = None,
+    ) -> Rig:
+        target = replace(TARGET, dtype=dtype, chunk_tokens=chunk_tokens, num_kv_heads=heads, most_waiting=most_waiting)
         post = self.events.put
         match self.kind:
             case "fake":
