@@ -10,7 +10,16 @@ from jdisagg.aot.planned import PlannedEngine, planned_mesh
 from jdisagg.core.config import Config
 from jdisagg.core.errors import ConfigError
 from jdisagg.engine.page_sizes import check_page_size
-from jdisagg.engine.sizing import DeviceMemory, EngineSizes, pages_for, size_engine, steps_bytes, takes_share
+from jdisagg.engine.sizing import (
+    DeviceMemory,
+    EngineSizes,
+    kept_bytes,
+    moving_bytes,
+    pages_for,
+    size_engine,
+    steps_bytes,
+    takes_share,
+)
 from jdisagg.kv.pool import MIN_PAGES
 from jdisagg.models.abstract import abstract_params, bytes_per_device
 from jdisagg.models.limits import check_model
@@ -24,12 +33,13 @@ class Budget:
     usable_bytes: int | None  # of it, by --device-memory-utilization
     weights_bytes: int
     steps_bytes: int  # kept free for decode state and steps
+    moving_bytes: int  # kept free for KV on its way to and from peers and host memory
     page_bytes: int
     pool_bytes: int
     num_pages: int  # the null page included; 0 when nothing fits
     page_size: int  # tokens
     max_model_len: int  # tokens one request may have
-    missing_bytes: int  # to hold weights, steps and one request of full length; 0 when it fits
+    missing_bytes: int  # to hold weights, steps, KV on its way and one request of full length; 0 when it fits
     problem: str | None
     is_share: bool  # the pool is what is left of `usable_bytes`
 
@@ -46,7 +56,7 @@ class Budget:
     @property
     def total_bytes(self) -> int:
         """All that the engine takes on a device."""
-        return self.weights_bytes + self.steps_bytes + self.pool_bytes
+        return self.weights_bytes + self.steps_bytes + self.moving_bytes + self.pool_bytes
 
 
 def make_budget(
@@ -75,10 +85,10 @@ def make_budget(
         problem = error.message
     longest = config.model.max_model_len or form.spec.max_model_len
     page_bytes = layout.bytes_per_page // engine.tp
-    reserve = steps_bytes(form.spec, config.scheduler)
     usable = None if limit is None else _usable(limit, config)
     num_pages = 0 if sizes is None else sizes.num_pages
-    needed = weights + reserve + max(MIN_PAGES, num_pages or pages_for(longest, layout.page_size)) * page_bytes
+    kept = kept_bytes(form.spec, layout, config, engine.role)
+    needed = weights + kept + max(MIN_PAGES, num_pages or pages_for(longest, layout.page_size)) * page_bytes
     missing = 0 if usable is None else max(0, needed - usable)
     if problem is None and missing:
         problem = _too_fixed(config, needed, usable or 0)
@@ -86,7 +96,8 @@ def make_budget(
         limit_bytes=limit,
         usable_bytes=usable,
         weights_bytes=weights,
-        steps_bytes=reserve,
+        steps_bytes=steps_bytes(form.spec, config.scheduler),
+        moving_bytes=moving_bytes(layout, config, engine.role),
         page_bytes=page_bytes,
         pool_bytes=num_pages * page_bytes,
         num_pages=num_pages,
@@ -108,4 +119,4 @@ def _usable(limit: int, config: Config) -> int:
 
 def _too_fixed(config: Config, needed: int, usable: int) -> str:
     flag = "--num-pages" if config.cache.num_pages is not None else "--kv-cache-bytes"
-    return f"{flag}: weights, pool and steps need {needed} bytes of a device, it has {usable}; lower it"
+    return f"{flag}: weights, pool, steps and KV on its way need {needed} bytes of a device, it has {usable}; lower it"

@@ -14,6 +14,10 @@ _RULE = (
         "every parameter in --dtype, cut over the mesh as the loader cuts it; what does not divide is whole everywhere",
     ),
     ("kept for steps", "the engine's bound for decode state and temporaries: grows with --max-num-batched-tokens and slots"),
+    (
+        "kept for KV on its way",
+        "pieces that are published or have arrived, --transfer-buffer-bytes each; with --host-kv-bytes copies out and back",
+    ),
     ("KV pool", "what is left, in pages; KV heads fewer than devices are stored several times"),
     (
         "at best",

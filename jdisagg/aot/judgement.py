@@ -38,13 +38,12 @@ def step_problems(budget: Budget, steps: Sequence[CompiledStep], counts: Mapping
     """Steps that the compiler refuses, and steps that need more than the device has left."""
     found = [f"{step.name} ({step.shape}) does not compile: {step.error}" for step in steps if step.error is not None]
     wanted = needed_by(steps, counts)
-    over = (
-        0 if budget.limit_bytes is None or not steps else budget.weights_bytes + budget.pool_bytes + wanted - budget.limit_bytes
-    )
+    taken = budget.weights_bytes + budget.pool_bytes + budget.moving_bytes + wanted
+    over = 0 if budget.limit_bytes is None or not steps else taken - budget.limit_bytes
     if over > 0:
         found.append(
-            f"steps need {wanted / GIB:.2f} GiB beside weights and pool, {over / GIB:.2f} GiB more than the device has; lower "
-            "--max-num-batched-tokens, --max-num-seqs or --device-memory-utilization"
+            f"steps need {wanted / GIB:.2f} GiB beside weights, pool and KV on its way, {over / GIB:.2f} GiB more than the "
+            "device has; lower --max-num-batched-tokens, --max-num-seqs or --device-memory-utilization"
         )
     return found
 
@@ -99,7 +98,7 @@ def sharing_problems(engines: Sequence[EngineReport], memory_gib: float | None, 
 def _sizes(engines: Sequence[EngineReport], memory_gib: float) -> str:
     """The largest pools with which engines of one shape fit a device together."""
     budget = engines[0].budget
-    room = int(memory_gib * GIB) - sum(engine.budget.weights_bytes + engine.budget.steps_bytes for engine in engines)
+    room = int(memory_gib * GIB) - sum(engine.budget.total_bytes - engine.budget.pool_bytes for engine in engines)
     num_pages = room // len(engines) // budget.page_bytes
     if num_pages < MIN_PAGES:
         return "their weights leave no room for pools: give them devices of their own"

@@ -69,6 +69,8 @@ def _budget(budget: Budget, memory_gib: float | None) -> list[list[str]]:
         rows.append(["usable", _gib(budget.usable_bytes), f"{budget.usable_bytes / budget.limit_bytes:.2f} of it"])
     rows.append(["weights", _gib(budget.weights_bytes), ""])
     rows.append(["kept for steps", _gib(budget.steps_bytes), ""])
+    if budget.moving_bytes:
+        rows.append(["kept for KV on its way", _gib(budget.moving_bytes), ""])
     pages = f"{budget.num_pages:,} pages of {budget.page_size} tokens; {_kv(budget.kv_tokens, budget.max_model_len)}"
     rows.append(["KV pool", _gib(budget.pool_bytes), pages if budget.num_pages else "nothing left"])
     if budget.missing_bytes:

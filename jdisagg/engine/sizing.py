@@ -14,7 +14,9 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.requests import Role
 from jdisagg.engine.buckets import SCORE_ROWS, decode_buckets, prefill_buckets
 from jdisagg.engine.device import DeviceShape
+from jdisagg.engine.host_copies import MOST_BYTES
 from jdisagg.engine.runner import RunnerShape
+from jdisagg.handoff.credit import most_pieces_of, most_waiting_of
 from jdisagg.kv.layout import KVLayout
 from jdisagg.kv.pool import MIN_PAGES, num_pages_for_bytes
 from jdisagg.models.spec import ModelSpec
@@ -49,7 +51,7 @@ def size_engine(
     """
     scheduler, wanted_len = config.scheduler, config.model.max_model_len
     longest = wanted_len or spec.max_model_len
-    num_pages = _num_pages(spec, layout, config, longest, memory)
+    num_pages = _num_pages(layout, config, longest, kept_bytes(spec, layout, config, role), memory)
     max_model_len = min(longest, (num_pages - 1) * layout.page_size)
     needed = pages_for(longest, layout.page_size)
     if wanted_len is not None and max_model_len < wanted_len:
@@ -105,11 +107,20 @@ def steps_bytes(spec: ModelSpec, scheduler: SchedulerConfig) -> int:
     return 4 * max(largest, _SCORES * SCORE_ROWS * spec.vocab_size)
 
 
-def kv_bytes_left(spec: ModelSpec, config: Config, memory: Sequence[DeviceMemory]) -> int:
-    """Bytes for KV over the whole mesh that `--device-memory-utilization` leaves; negative when weights do not even fit."""
-    share = config.cache.device_memory_utilization
-    free = min(int(device.limit_bytes * share) - device.in_use_bytes for device in memory)
-    return (free - steps_bytes(spec, config.scheduler)) * len(memory)
+def moving_bytes(layout: KVLayout, config: Config, role: Role) -> int:
+    """What KV on its way takes on one device beside the pool, at most: pieces that are published or lent, pieces that arrived
+    and wait for the engine (and one that comes), and copies to host memory and back."""
+    transfer, per_token = config.transfer, layout.spec.bytes_per_token
+    piece_bytes, num_pieces = transfer.transfer_chunk_tokens * per_token, 0
+    if role is not Role.UNIFIED:
+        num_pieces = most_pieces_of(transfer, per_token) + most_waiting_of(transfer, per_token) + 1
+    copies_bytes = 2 * max(MOST_BYTES, piece_bytes) if config.scheduler.host_kv_bytes else 0
+    return (num_pieces * piece_bytes + copies_bytes) // layout.piece_shards
+
+
+def kept_bytes(spec: ModelSpec, layout: KVLayout, config: Config, role: Role) -> int:
+    """What is left of a device beside weights and pool, when the pool is all that a share leaves."""
+    return steps_bytes(spec, config.scheduler) + moving_bytes(layout, config, role)
 
 
 def takes_share(layout: KVLayout, cache: CacheConfig) -> bool:
@@ -129,9 +140,10 @@ def check_shared_device(layout: KVLayout, cache: CacheConfig) -> None:
 
 
 def _num_pages(
-    spec: ModelSpec, layout: KVLayout, config: Config, longest: int, memory: Callable[[], Sequence[DeviceMemory] | None]
+    layout: KVLayout, config: Config, longest: int, kept: int, memory: Callable[[], Sequence[DeviceMemory] | None]
 ) -> int:
-    """Pages of the pool from whichever of the three sizes was given; settings let pass one at the most."""
+    """Pages of the pool from whichever of the three sizes was given; settings let pass one at the most. A share leaves `kept`
+    bytes of every device."""
     cache = config.cache
     if cache.num_pages is not None:
         return cache.num_pages
@@ -142,14 +154,14 @@ def _num_pages(
         # every slot full, as much again cached
         useful = 2 * config.scheduler.max_num_seqs * (pages_for(longest, layout.page_size) - 1) + 1
         return min(useful, _fitting_pages(layout, SMALL_CACHE_BYTES, "--kv-cache-bytes", f"default {SMALL_CACHE_BYTES}"))
-    _check_left(spec, config.scheduler, cache, devices)
-    left = kv_bytes_left(spec, config, devices)
+    _check_left(kept, cache, devices)
     share = cache.device_memory_utilization
+    left = (min(int(device.limit_bytes * share) - device.in_use_bytes for device in devices) - kept) * len(devices)
     return _fitting_pages(layout, left, "--device-memory-utilization", f"{share} leaves {left} bytes for KV")
 
 
-def _check_left(spec: ModelSpec, scheduler: SchedulerConfig, cache: CacheConfig, devices: Sequence[DeviceMemory]) -> None:
-    share, steps = cache.device_memory_utilization, steps_bytes(spec, scheduler)
+def _check_left(kept: int, cache: CacheConfig, devices: Sequence[DeviceMemory]) -> None:
+    share = cache.device_memory_utilization
     fullest = min(devices, key=lambda device: int(device.limit_bytes * share) - device.in_use_bytes)
     usable = int(fullest.limit_bytes * share)
     if fullest.limit_bytes == 0:
@@ -157,11 +169,11 @@ def _check_left(spec: ModelSpec, scheduler: SchedulerConfig, cache: CacheConfig,
             "--device-memory-utilization: the runtime does not say how much memory a device has, so there is no share of it; "
             "give --kv-cache-bytes or --num-pages"
         )
-    if usable <= fullest.in_use_bytes + steps:
+    if usable <= fullest.in_use_bytes + kept:
         raise ConfigError(
             f"--device-memory-utilization: {share} of a device's {fullest.limit_bytes} bytes is {usable}, wanted more than the "
-            f"{fullest.in_use_bytes} in use (weights) and {steps} for steps: nothing is left for KV; raise it, lower "
-            "--max-num-batched-tokens, or use more devices"
+            f"{fullest.in_use_bytes} in use (weights) and {kept} for steps and KV on its way: nothing is left for the "
+            "pool; raise it, lower --max-num-batched-tokens or --transfer-buffer-bytes, or use more devices"
         )
 
 

@@ -82,10 +82,14 @@ class KVLayout:
         """Heads over "tp"."""
         return PartitionSpec(None, None, TP_AXIS) if self.heads_major else PartitionSpec(None, None, None, TP_AXIS)
 
+    @property
+    def piece_shards(self) -> int:
+        """Devices that share an exported or imported piece; 1 where each has all of it, since heads are replicated."""
+        return 1 if self.num_replicas > 1 else self.num_shards
+
     def piece_sharding(self, mesh: Mesh) -> NamedSharding:
         """Sharding of exported and imported pieces [L, T, K, F]: heads over "tp", whole where heads are replicated."""
-        whole = self.num_replicas > 1 or self.num_shards == 1
-        return NamedSharding(mesh, _ALL if whole else HEADS_OF_PIECE)
+        return NamedSharding(mesh, _ALL if self.piece_shards == 1 else HEADS_OF_PIECE)
 
     def gather_tokens(self, mesh: Mesh, kv: KVGroup, pages: jax.Array, offsets: jax.Array) -> KVGroup:
         """KV [L, T, K, F] of the tokens at (pages i32[T], offsets i32[T]); a replicated head is read once."""

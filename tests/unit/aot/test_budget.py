@@ -70,11 +70,63 @@ def test_a_fixed_pool_that_does_not_fit_is_refused_though_the_engine_would_try()
     budget, sizes = make_budget(form("llama3-8b"), engine(1), config, DEVICES["h200"])
     assert sizes is None
     assert budget.problem is not None
-    assert budget.problem.startswith("--kv-cache-bytes: weights, pool and steps need")
+    assert budget.problem.startswith("--kv-cache-bytes: weights, pool, steps and KV on its way need")
     assert any(
         remedy.change.startswith("--kv-cache-bytes")
         for remedy in remedies(form("llama3-8b"), engine(1), config, DEVICES["h200"])
     )
+
+
+@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize("device", ["h100", "h200"])
+@pytest.mark.parametrize("share", [0.9, 0.97])
+def test_all_that_8b_puts_on_a_device_is_within_its_share_and_no_page_more_would_be(
+    role: Role, device: str, share: float
+) -> None:
+    planned = PlannedEngine(role=role, tp=1, devices=(0,))
+    config = Config(cache=CacheConfig(device_memory_utilization=share), scheduler=SchedulerConfig(host_kv_bytes=GIB))
+    budget, _ = make_budget(form("llama3-8b"), planned, config, DEVICES[device])
+    piece_bytes = 256 * 32 * 8 * 256 * 2
+    copies_bytes = 2 * 2**29
+    buffers_bytes = 0 if role is Role.UNIFIED else 2 * 256 * 2**20 + piece_bytes
+    assert budget.moving_bytes == copies_bytes + buffers_bytes
+    assert budget.usable_bytes is not None
+    assert 0 <= budget.usable_bytes - budget.total_bytes < budget.page_bytes
+
+
+@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize("device", ["h100", "h200"])
+def test_a_tenth_more_pages_of_8b_than_nearly_all_of_a_device_holds_is_too_much_for_its_weights_and_pool_alone(
+    role: Role, device: str
+) -> None:
+    """What `scripts/gpu_check.sh` tries: an estimate must not be so careful that it leaves a tenth of the pool unused."""
+    planned = PlannedEngine(role=role, tp=1, devices=(0,))
+    config = Config(cache=CacheConfig(device_memory_utilization=0.97))
+    budget, _ = make_budget(form("llama3-8b"), planned, config, DEVICES[device])
+    assert budget.limit_bytes is not None
+    assert budget.weights_bytes + int(1.1 * budget.num_pages) * budget.page_bytes > budget.limit_bytes
+
+
+def test_a_given_pool_that_leaves_no_room_for_kv_on_its_way_is_refused() -> None:
+    decode = PlannedEngine(role=Role.DECODE, tp=1, devices=(0,))
+    free, _ = make_budget(form("llama3-8b"), decode, Config(), DEVICES["h200"])
+    assert free.limit_bytes is not None
+    most = (free.limit_bytes - free.weights_bytes - free.steps_bytes) // free.page_bytes
+    fitting = most - -(-free.moving_bytes // free.page_bytes)
+    for num_pages, fits in ((fitting, True), (most, False)):
+        budget, _ = make_budget(form("llama3-8b"), decode, Config(cache=CacheConfig(num_pages=num_pages)), DEVICES["h200"])
+        assert (budget.problem is None) is fits
+
+
+def test_pieces_are_cut_over_the_devices_that_hold_their_heads() -> None:
+    sizes = [
+        make_budget(
+            form("llama3-8b"), PlannedEngine(role=Role.PREFILL, tp=tp, devices=tuple(range(tp))), Config(), DEVICES["v5p"]
+        )
+        for tp in (1, 8, 16)
+    ]
+    whole, eighth, replicated = (budget.moving_bytes for budget, _ in sizes)
+    assert (eighth, replicated) == (whole // 8, whole), "at sixteen devices, which share heads, each has the piece"
 
 
 def test_int8_halves_a_page_but_for_its_scales() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from jdisagg.aot.planned import planned_mesh
-from jdisagg.core.config import CacheConfig, Config, ModelConfig, SchedulerConfig
+from jdisagg.core.config import CacheConfig, Config, ModelConfig, SchedulerConfig, TransferConfig
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.requests import Role
+from jdisagg.engine.host_copies import MOST_BYTES
 from jdisagg.engine.sizing import DeviceMemory, size_engine
 from jdisagg.kv.layout import choose_layout
 from tests.unit.engine.support import load
@@ -19,10 +22,10 @@ CONFIG = Config(
 )
 
 
-def num_pages(memory: DeviceMemory) -> int:
+def num_pages(memory: DeviceMemory, config: Config = CONFIG, role: Role = Role.UNIFIED) -> int:
     loaded, mesh = load("float32", 1)
-    layout = choose_layout(loaded.spec.kv_spec(loaded.kv_dtype), mesh, CONFIG.cache.page_size)
-    return size_engine(loaded.spec, layout, CONFIG, Role.UNIFIED, lambda: [memory]).num_pages
+    layout = choose_layout(loaded.spec.kv_spec(loaded.kv_dtype), mesh, config.cache.page_size)
+    return size_engine(loaded.spec, layout, config, role, lambda: [memory]).num_pages
 
 
 def test_a_device_that_does_not_tell_its_memory_needs_a_pool_of_a_given_size() -> None:
@@ -33,6 +36,21 @@ def test_a_device_that_does_not_tell_its_memory_needs_a_pool_of_a_given_size() -
 def test_the_pool_is_what_the_share_leaves_beside_weights_and_steps() -> None:
     whole = num_pages(DeviceMemory(limit_bytes=2**30, in_use_bytes=0))
     assert 0 < num_pages(DeviceMemory(limit_bytes=2**30, in_use_bytes=2**29)) < whole // 2
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_a_share_leaves_room_for_kv_on_its_way(role: Role) -> None:
+    """Published or lent, and arrived; out to host memory, and back. No pool may take the room that they need under load."""
+    loaded, mesh = load("float32", 1)
+    layout = choose_layout(loaded.spec.kv_spec(loaded.kv_dtype), mesh, CONFIG.cache.page_size)
+    memory = DeviceMemory(limit_bytes=2**34, in_use_bytes=0)
+    quiet = replace(CONFIG, transfer=TransferConfig(transfer_buffer_bytes=1))
+    busy = replace(CONFIG, transfer=TransferConfig(transfer_buffer_bytes=2**30))
+    taken = (num_pages(memory, quiet, role) - num_pages(memory, busy, role)) * layout.bytes_per_page
+    assert taken == pytest.approx(0 if role is Role.UNIFIED else 2 * 2**30, rel=1e-3)
+    copying = replace(quiet, scheduler=replace(CONFIG.scheduler, host_kv_bytes=2**20))
+    taken = (num_pages(memory, quiet, role) - num_pages(memory, copying, role)) * layout.bytes_per_page
+    assert taken == pytest.approx(2 * MOST_BYTES, rel=1e-3)
 
 
 def test_a_cache_that_every_step_copies_is_as_small_as_on_a_cpu() -> None:
