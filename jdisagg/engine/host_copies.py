@@ -18,7 +18,7 @@ import numpy as np
 
 from jdisagg.kv.group import KVGroup
 
-MOST_BYTES = 2**29  # 4,000 tokens of an 8B model; a device of 24 GB has 2.4 GB beside its pool
+MOST_BYTES = 2**29  # 4,000 tokens of an 8B model; `sizing.moving_bytes` keeps room for them beside a pool, out and back
 
 
 @dataclass(slots=True, eq=False)
