@@ -56,7 +56,7 @@ def load_model(config: ModelConfig, mesh: Mesh, *, seed: int) -> LoadedModel:
         f"--model: the weights of {config.model} in {dtype} are more than is free on {mesh.devices.size} device(s); use more "
         "of them (--tensor-parallel-size), or see who else has their memory"
     ):
-        params = _load(kind, directory, spec, mesh, dtype, assemble, seed=seed)
+        params = _load(kind, directory, spec, mesh, assemble, dtype=dtype, seed=seed)
         identity = fingerprint(spec, sums, numerics=_numerics(config.numerics, layer_loop))
     return LoadedModel(
         spec=spec,
@@ -71,7 +71,7 @@ def load_model(config: ModelConfig, mesh: Mesh, *, seed: int) -> LoadedModel:
     )
 
 
-def _load(kind: str, directory: Path, spec: ModelSpec, mesh: Mesh, dtype: str, assemble: Build, *, seed: int) -> dict[str, Any]:
+def _load(kind: str, directory: Path, spec: ModelSpec, mesh: Mesh, assemble: Build, *, dtype: str, seed: int) -> dict[str, Any]:
     match kind:
         case "dummy":
             return random_params(spec, mesh, dtype, assemble, seed=seed)
