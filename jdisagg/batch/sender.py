@@ -143,7 +143,7 @@ class Sender:
 
     async def _once(self, request: httpx.Request) -> Answer | NotNow:
         """The answer, or why to try again. Requests carry their seed, so sending one twice does no harm."""
-        sent_s, awake_s = monotonic(), self._now_s()
+        awake_s = self._looks.awake_s(sent_s := monotonic())
         try:
             response = await self._client.send(request)
         except httpx.TransportError as error:
@@ -162,7 +162,8 @@ class Sender:
     def _stood_still(self, request: httpx.Request, since_s: float, awake_s: float) -> bool:
         """Whether this process did for much of the time since then, `awake_s` by the sender's clock, or for so long that the
         request had not all of its time."""
-        took_s, awake_s = monotonic() - since_s, self._now_s() - awake_s
+        now_s = monotonic()  # read once, or a moment between two looks would be much of a short request
+        took_s, awake_s = now_s - since_s, self._looks.awake_s(now_s) - awake_s
         limit_s = request.extensions["timeout"]["read"] or inf
         return took_s - awake_s > MUCH * took_s or awake_s < limit_s <= took_s
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import selectors
 
 import httpx
@@ -177,6 +178,23 @@ def test_a_request_that_had_not_all_of_its_time_is_asked_again_however_short_the
 def test_a_connection_that_was_cut_while_this_process_stood_still_is_held_against_nobody() -> None:
     server = Stopping(0.0, a=[(0.1, DROPPED), *[(0.0, DROPPED)] * (MOST_TIMES_TAKEN - 1), (0.0, FINE)])
     assert ask(server, "a") == [(200, {"object": "text_completion"})]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_this_process_loses_between_two_looks_at_the_clock_is_no_standstill(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request is dropped within a millisecond, each time it is asked, and a busy machine takes some tenths of that."""
+    draw = random.Random(seed)
+
+    def late_s() -> float:
+        asyncio.get_running_loop()._selector.now_s += draw.choice([0.0, 0.0004])  # type: ignore[attr-defined]
+        return now_s()
+
+    monkeypatch.setattr("jdisagg.batch.sender.monotonic", late_s)
+    server = Server(0.0, a=[(0.0005, DROPPED)] * MOST_TIMES_TAKEN + [(0.0, FINE)])
+    (error,) = ask(server, "a")
+    assert isinstance(error, BadAnswer)
 
 
 def test_a_line_that_is_late_twice_stops_no_batch() -> None:
