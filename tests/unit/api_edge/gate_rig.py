@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 import pytest
 
@@ -12,6 +14,8 @@ from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import Grammar
 from tests.unit.text.grammar_rig import regex, schema
 from tests.unit.wire.rig import until
+
+T = TypeVar("T")
 
 SLOW, ENDLESS = (  # half a second or so, and minutes
     schema(json.dumps({"allOf": [{"type": "string", "pattern": f".*x{i}.*"} for i in range(number)]})) for number in (12, 20)
@@ -25,14 +29,19 @@ def pid_of(gate: GrammarGate) -> int:
     return process.pid
 
 
-def threads_of(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/task"))
+async def begun(gate: GrammarGate, asking: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """What asks about a grammar, which the checker has said that it compiles."""
+    checker, said = gate._checker, list[bytes]()
+    read = checker._read
 
+    def noted() -> bytes:
+        said.append(read())
+        return said[-1]
 
-async def until_it_compiles(gate: GrammarGate) -> None:
-    """A checker that is there has begun with another grammar, which has a thread of its own there."""
-    pid = pid_of(gate)
-    await until(lambda: threads_of(pid) > 1)
+    checker._read = noted  # type: ignore[method-assign]
+    asked = asyncio.create_task(asking)
+    await until(lambda: b"{}\n" in said)
+    return asked
 
 
 async def refused(gate: GrammarGate, grammar: Grammar) -> str:

@@ -15,7 +15,7 @@ from jdisagg.api.generation import grammar_gate
 from jdisagg.api.generation.grammar_gate import GrammarGate
 from jdisagg.core.errors import Unavailable
 from jdisagg.core.metrics import Metrics
-from tests.unit.api_edge.gate_rig import GOOD, SLOW, pid_of, refused, until_it_compiles
+from tests.unit.api_edge.gate_rig import GOOD, SLOW, begun, pid_of, refused
 from tests.unit.text.grammar_rig import demo_grammars
 from tests.unit.wire.rig import run_quiet, until
 
@@ -53,8 +53,7 @@ def test_a_checker_killed_in_the_middle_of_a_grammar_speaks_not_against_it(numbe
     async def body() -> None:
         gate = GrammarGate(demo_grammars(), Metrics())
         await gate.prepare(GOOD[0])
-        asked = asyncio.create_task(refused(gate, SLOW))
-        await until_it_compiles(gate)
+        asked = await begun(gate, refused(gate, SLOW))
         assert not asked.done()
         os.kill(first := pid_of(gate), number)
         assert "Unable to determine" in await asked, "what is wrong with it"
@@ -68,8 +67,7 @@ def test_whose_checker_is_killed_again_and_again_may_come_later() -> None:
     async def body() -> None:
         gate = GrammarGate(demo_grammars(), Metrics())
         await gate.prepare(GOOD[0])
-        asked = asyncio.create_task(gate.prepare(SLOW))
-        await until_it_compiles(gate)
+        asked = await begun(gate, gate.prepare(SLOW))
         for _ in range(2):
             os.kill(last := pid_of(gate), signal.SIGKILL)
             await until(lambda killed=last: asked.done() or (gate._checker.is_there and pid_of(gate) != killed))
@@ -201,8 +199,7 @@ def test_a_grammar_that_the_machine_had_no_time_for_may_come_later(monkeypatch: 
     async def body() -> None:
         gate = GrammarGate(demo_grammars(), Metrics())
         await gate.prepare(GOOD[0])
-        asked = asyncio.create_task(gate.prepare(SLOW))
-        await until_it_compiles(gate)
+        asked = await begun(gate, gate.prepare(SLOW))
         os.kill(pid_of(gate), signal.SIGSTOP)
         with pytest.raises(Unavailable, match=r"grammars cannot be checked, .* no time to within 2 s"):
             await asked
