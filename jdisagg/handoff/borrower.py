@@ -14,7 +14,7 @@ most LONGEST_S, and STALL_S when D does not answer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -27,6 +27,9 @@ from jdisagg.handoff.spans import Spans
 
 STALL_S = 1.0
 LONGEST_S = 10.0
+_NO_KV = frozenset(
+    {"connection", "unreachable", "stalled"}
+)  # reasons of a fetch after which a D may be one of which none comes
 
 
 class Outcome(Enum):
@@ -50,11 +53,8 @@ class Borrowed:
     outcome: Outcome
     cause: str
     lender: str  # its address
-
-    @property
-    def brought_nothing(self) -> bool:
-        """Whether D said that it lends, and none of it came."""
-        return self.outcome in (Outcome.FAILED, Outcome.STALLED) and not self.num_tokens
+    no_kv: bool = False  # it was waited for in vain, and nothing came from there meanwhile, for other prompts either
+    announced: bool = False  # D had published something
 
 
 BorrowerAction = act.Reply | act.Fetch | act.CancelFetch | act.Import | Borrowed
@@ -73,6 +73,7 @@ class Borrowing:
     credit: Credit  # D's
     progress_s: float = 0.0
     reserved: bool = False
+    reached: bool = False  # something came from D since, for this prompt or another
     announced: Spans = field(default_factory=Spans)
     arrived: Spans = field(default_factory=Spans)
     pieces: dict[str, ChunkReady] = field(default_factory=dict)  # being fetched
@@ -155,6 +156,8 @@ class Borrower:
         if record is None or ready is None:
             return []
         record.progress_s = now_s
+        for waiting in self._live.values():  # maybe behind this one
+            waiting.reached |= waiting.reserved and waiting.lending.address == record.lending.address
         record.arrived.add(ready.begin, ready.end)
         record.num_bytes += ready.num_bytes
         actions: list[BorrowerAction] = [act.Import(record.engine_request_id, handoff, key), act.Reply(handoff, Ack(key=key))]
@@ -169,7 +172,7 @@ class Borrower:
         if record is None or ready is None:
             return []
         if key in record.refetched or reason == "unknown_key":
-            return self._end(record, Outcome.FAILED, f"fetch of [{ready.begin}, {ready.end}): {reason}")
+            return self._end(record, Outcome.FAILED, f"fetch of [{ready.begin}, {ready.end}): {reason}", no_kv=reason in _NO_KV)
         record.refetched.add(key)
         return [_fetch(record, ready)]
 
@@ -181,7 +184,7 @@ class Borrower:
         actions: list[BorrowerAction] = []
         for record in [record for record in self._live.values() if record.reserved]:
             if now_s - record.progress_s >= STALL_S:
-                actions += self._end(record, Outcome.STALLED, f"no piece for {now_s - record.progress_s:.1f} s")
+                actions += self._end(record, Outcome.STALLED, f"no piece for {now_s - record.progress_s:.1f} s", no_kv=True)
             elif now_s >= record.deadline_s:
                 actions += self._end(record, Outcome.STALLED, f"not all came within {LONGEST_S:g} s")
         return actions
@@ -192,12 +195,13 @@ class Borrower:
         grant = record.credit.beyond(record.num_bytes)
         return [] if grant is None else [act.Reply(record.handoff, grant)]
 
-    def _end(self, record: Borrowing, outcome: Outcome, cause: str) -> list[BorrowerAction]:
+    def _end(self, record: Borrowing, outcome: Outcome, cause: str, *, no_kv: bool = False) -> list[BorrowerAction]:
         self._forget(record.handoff)
         acks = [act.Reply(record.handoff, Ack(key=key)) for key in record.pieces]
         held_tokens = record.arrived.reach(record.begin)
         sizes = (held_tokens, record.arrived.num_tokens, record.num_bytes)
         ended = Borrowed(record.handoff, record.engine_request_id, *sizes, outcome, cause, record.lending.address)
+        ended = replace(ended, no_kv=no_kv and not record.reached, announced=record.announced.num_tokens > 0)
         return [act.CancelFetch(record.handoff), *acks, ended]
 
     def _forget(self, handoff: HandoffId) -> Borrowing | None:

@@ -149,7 +149,7 @@ class KVBorrowing:
             self._avoided.pop(borrowed.lender, None)
         if borrowed.outcome is not Outcome.COMPLETE:
             where = f"request {borrowed.handoff.request_id}: borrowing from {borrowed.lender} {borrowed.outcome.value}"
-            then = self._avoid(borrowed.lender, now_s) if borrowed.brought_nothing else ""
+            then = self._avoid(borrowed, now_s) if borrowed.no_kv else ""
             log.warning("%s after %d tokens: %s; the rest is computed here%s", where, borrowed.num_tokens, borrowed.cause, then)
         self._scheduler.compute_locally(borrowed.engine_request_id, borrowed.held_tokens)
 
@@ -162,10 +162,12 @@ class KVBorrowing:
         self._avoided[lender] = now_s + TRY_S
         return True
 
-    def _avoid(self, lender: str, now_s: float) -> str:
-        """Fetch nothing from there for a while; says so."""
-        self._avoided = {one: until_s for one, until_s in self._avoided.items() if now_s < until_s} | {lender: now_s + NO_KV_S}
-        return f"; nothing is fetched from there for {NO_KV_S:g} s: look at its {WHERE_TO_LOOK}"
+    def _avoid(self, borrowed: Borrowed, now_s: float) -> str:
+        """Fetch nothing from there for a while; says so. Where nothing was published it need not be the way to there."""
+        kept = {one: until_s for one, until_s in self._avoided.items() if now_s < until_s + NO_KV_S}  # it has to be tried first
+        self._avoided = kept | {borrowed.lender: now_s + NO_KV_S}
+        look = f": look at its {WHERE_TO_LOOK}" if borrowed.announced else ""
+        return f"; nothing is fetched from there for {NO_KV_S:g} s{look}"
 
     # --- views
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.borrower import LONGEST_S, STALL_S, Borrowed, Borrower, BorrowerAction, Outcome
-from jdisagg.handoff.messages import Ack, ChunkReady, Declined, Grant, Want
+from jdisagg.handoff.messages import Ack, ChunkReady, Declined, Grant, HandoffId, Want
 from tests.unit.handoff.rig import BPT, CONFIG, LENDING, H, none_of, only, ready
+
+OTHER = HandoffId("other", 2)
 
 
 def borrower(*, reserved: bool = True) -> Borrower:
@@ -146,6 +149,46 @@ def test_it_ends_after_a_while_whatever_comes(deadline_s: float) -> None:
         side.on_message(H, ready(f"k{number}", 2 + number, 3 + number), now_s)
         side.on_arrived(H, f"k{number}", now_s)
     assert ended(side.tick(last_s))[2] is Outcome.STALLED
+
+
+@pytest.mark.parametrize(
+    ("reason", "no_kv"),
+    [("connection", True), ("unreachable", True), ("stalled", True)]
+    + [(reason, False) for reason in ("unknown_key", "checksum", "truncated", "slow", "device", "timeout")],
+)
+def test_no_kv_comes_from_a_d_that_is_not_reached_and_other_failures_say_nothing_of_the_next_prompt(
+    reason: str, no_kv: bool
+) -> None:
+    """Where D took a piece back, as its client went away, or P could not place it, it was reached; and where the time was over
+    that was the client's."""
+    side = borrower()
+    side.on_message(H, ready("a", 2, 6), 5.1)
+    actions = side.on_failed(H, "a", reason)
+    last = only(Borrowed, actions if reason == "unknown_key" else side.on_failed(H, "a", reason))
+    assert (last.no_kv, last.announced) == (no_kv, True)
+
+
+def test_kv_that_waits_behind_that_of_other_prompts_does_not_stay_away() -> None:
+    """Pieces of one D come one after the other."""
+    side = borrower()
+    side.start(OTHER, "other#2", LENDING, (2, 11), 100.0)
+    side.on_reserved("other#2", 5.0)
+    for handoff, key in ((H, "a"), (OTHER, "b")):
+        side.on_message(handoff, ready(key, 2, 6), 5.0)
+    side.on_arrived(H, "a", 5.9)
+    (last,) = (action for action in side.tick(6.0) if isinstance(action, Borrowed))
+    assert (last.handoff, last.outcome, last.num_tokens, last.no_kv) == (OTHER, Outcome.STALLED, 0, False)
+    side.start(OTHER, "other#2", replace(LENDING, address="d1:1"), (2, 11), 100.0)
+    side.on_reserved("other#2", 6.0)
+    side.on_message(H, ready("c", 6, 10), 6.8)
+    side.on_arrived(H, "c", 6.9)
+    assert side.tick(6.9) == []
+    assert only(Borrowed, side.tick(7.0)).no_kv, "of another D nothing came"
+
+
+def test_of_a_d_that_published_nothing_no_kv_comes_either() -> None:
+    last = only(Borrowed, borrower().tick(5.0 + STALL_S))
+    assert (last.no_kv, last.announced) == (True, False)
 
 
 def test_the_end_of_the_handoff_ends_it_without_a_word() -> None:

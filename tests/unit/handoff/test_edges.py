@@ -238,7 +238,7 @@ def test_a_borrowing_that_is_complete_has_no_cause() -> None:
     side.on_reserved("r#1", 5.0)
     side.on_message(H, ready("a", 2, 4), 5.0)
     last = only(Borrowed, side.on_arrived(H, "a", 5.0))
-    assert last == Borrowed(H, "r#1", 4, 2, 20, Outcome.COMPLETE, "", LENDING.address)
+    assert last == Borrowed(H, "r#1", 4, 2, 20, Outcome.COMPLETE, "", LENDING.address, announced=True)
 
 
 def test_a_borrowing_of_nothing_is_our_bug() -> None:

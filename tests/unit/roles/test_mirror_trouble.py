@@ -102,7 +102,7 @@ def test_what_d_cannot_publish_is_computed_and_told(num_failed: int, caplog: pyt
     )
 
 
-def test_a_silent_receiver_costs_p_a_second_and_no_more() -> None:
+def test_a_silent_receiver_costs_p_a_second_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
     world = World(local_prefill=False, want_min_tokens=4)
     prompt = first_turn(world)
     publish = world.lent.publish
@@ -111,6 +111,8 @@ def test_a_silent_receiver_costs_p_a_second_and_no_more() -> None:
     world.lent.publish = publish  # type: ignore[method-assign]
     assert (down, up, computed) == (len(prompt) - 24, 0, len(prompt) - 8)
     assert world.prefill.metrics.transfer.borrowings.labels(outcome="stalled")._value.get() == 1
+    (said,) = [line for line in caplog.messages if "borrowing" in line]
+    assert said.endswith("nothing is fetched from there for 30 s"), "it is reached, or was not tried"
 
 
 def test_from_a_receiver_of_which_nothing_comes_nothing_is_fetched_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
