@@ -119,6 +119,7 @@ class Recovered:
     stage: str
     cause: str
     unreached: str = ""  # the backend given up, where nothing could be reached over it
+    refused: bool = False  # by a peer that can never serve the request
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from weakref import WeakValueDictionary
 
 from jdisagg.core.config import LocalPrefill, TransferConfig
@@ -30,7 +31,7 @@ from jdisagg.handoff.actions import DecodeAction
 from jdisagg.handoff.credit import Credit, window_bytes_of
 from jdisagg.handoff.inbound import Doubted, Inbound, InboundStage
 from jdisagg.handoff.inbound_stream import InboundStream
-from jdisagg.handoff.ladder import is_invalid
+from jdisagg.handoff.ladder import is_invalid, is_unfit
 from jdisagg.handoff.line import Inflow, Line
 from jdisagg.handoff.messages import HandoffId
 from jdisagg.handoff.overdue import late_kv
@@ -96,13 +97,15 @@ class Recovery:
         if no_kv:
             actions.append(act.NoKV(lost, cause))
         record.ladder.failed(lost, error)
+        refused = is_unfit(error)
         if peer := record.ladder.next_or_new_peer():
-            return [*actions, record.note("other_prefill", lost, cause), *self._open(record, peer, now_s)]
+            note = replace(record.note("other_prefill", lost, cause), refused=refused)
+            return [*actions, note, *self._open(record, peer, now_s)]
         is_hopeless = no_kv and self._config.local_prefill is not LocalPrefill.NEVER  # it would not come the next time either
         if not is_hopeless and (later := record.ladder.after_pause()) is not None:
             rung = "reconnect" if later == lost else "other_prefill"
             return [*actions, record.note(rung, lost, cause), *record.wait(now_s, had_begun=had_begun)]
-        return actions + self._last_rungs(record, lost, cause)
+        return actions + self._last_rungs(record, lost, cause, refused=refused)
 
     def pass_over(self, record: Inbound, now_s: float, why: str = "full") -> list[DecodeAction]:
         """The peer answers and takes nothing now, as it is `why`: ask another, or the same after a pause."""
@@ -224,10 +227,10 @@ class Recovery:
         self._bad_lines = dict(bad[-MOST_BAD_LINES:])
         return self._lines.setdefault(peer, Line(peer, self._inflow))
 
-    def _last_rungs(self, record: Inbound, peer: str, cause: str) -> list[DecodeAction]:
+    def _last_rungs(self, record: Inbound, peer: str, cause: str, *, refused: bool = False) -> list[DecodeAction]:
         request_id = record.request.request_id
         if self._config.local_prefill is not LocalPrefill.NEVER:
-            note = record.note("local_prefill", peer, cause)
+            note = replace(record.note("local_prefill", peer, cause), refused=refused)
             self._forget(request_id)
             return [note, act.ComputeLocally(request_id, record.held_tokens, record.arrived)]
         verdict = record.ladder.verdict

@@ -183,7 +183,7 @@ class DecodeRole:
             case act.Import(request_id=request_id, handoff=handoff, key=key):
                 self._runner.import_tokens(self._scheduler.page_table(request_id), self._arrived.pop((handoff, key)))
             case act.Recovered():
-                self._recoveries.recovered(action)
+                self._recoveries.recovered(action, now_s)
             case act.Hedged():
                 self._recoveries.hedged(action)
             case act.FirstToken(request_id=request_id, output=output):

@@ -16,6 +16,7 @@ from jdisagg.roles.ports import PeerClient
 log = logging.getLogger(__name__)
 _STATES = {"": "usable", DRAINING: "draining"}  # by why a peer is not asked
 FAILED_EVERY_S, FAILED_FIRST = 10.0, 16  # while nobody computes prompts, every request fails
+REFUSED_EVERY_S = 60.0  # a worker of shorter contexts refuses every longer prompt
 
 
 class Recoveries:
@@ -29,6 +30,7 @@ class Recoveries:
         self._num_alone = 0  # prompts computed here since a prefill worker last served, as none was known to answer
         self._without_kv: set[str] = set()  # peers, as long as anything is known of them
         self._told_failed = Seldom(FAILED_EVERY_S, FAILED_FIRST)
+        self._told_refused = Seldom(REFUSED_EVERY_S)
 
     def tick(self) -> None:
         """Bring the gauge up to date, and forget who is gone."""
@@ -38,8 +40,9 @@ class Recoveries:
             self._gauge.labels(state=state).set(states[state])
         self._without_kv.intersection_update(failures)
 
-    def recovered(self, action: act.Recovered) -> None:
-        """A rung of the ladder was taken. That no prefill worker answers is said once, not for every request."""
+    def recovered(self, action: act.Recovered, now_s: float) -> None:
+        """A rung of the ladder was taken. That no prefill worker answers is said once, not for every request, and that one
+        takes less than this worker now and then."""
         self._recoveries.labels(rung=action.rung).inc()
         if not action.peer:
             if not self._num_alone:
@@ -51,9 +54,13 @@ class Recoveries:
         if action.unreached:
             self._peers.unreached(action.peer, action.unreached, action.cause)
         where = f", prefill peer {action.peer}" if action.peer not in action.cause else ""
-        log.warning(
-            "request %s: recovering by %s; stage %s%s: %s", action.request_id, action.rung, action.stage, where, action.cause
-        )
+        text = "request %s: recovering by %s; stage %s%s: %s"
+        told = (action.request_id, action.rung, action.stage, where, action.cause)
+        if action.refused:
+            text += "; it does not take what this worker takes: look at its flags"
+            self._told_refused.say(log, logging.WARNING, text, *told, now_s=now_s)
+        else:
+            log.warning(text, *told)
 
     def no_kv(self, action: act.NoKV) -> None:
         """What a peer published did not come."""

@@ -108,8 +108,8 @@ def test_an_error_in_the_place_of_a_token_is_taken_as_a_refusal(error: RequestEr
         return
     assert only(act.OpenStream, actions).peer == "q"
     notes = [action for action in actions if isinstance(action, act.Recovered)]
-    rungs = [] if isinstance(error, Overloaded) else [act.Recovered("other_prefill", "r", "p", "accepted", "failed: no device")]
-    assert notes == rungs
+    rung = act.Recovered("other_prefill", "r", "p", "accepted", "failed: no device", refused=isinstance(error, InvalidRequest))
+    assert notes == ([] if isinstance(error, Overloaded) else [rung])
     assert side.tick(59.9) == [], "q has ten seconds to answer"
 
 

@@ -52,11 +52,12 @@ def test_a_worker_for_which_the_request_is_wrong_is_like_one_that_failed(error: 
     side = decode_side()
     side.start(request(), 0, ("short", "q"), 0.0)
     actions = side.on_message(H, Refused(error=error), 0.0)
-    noted = act.Recovered("other_prefill", "r", "short", "opening", f"refused: {error}")
+    noted = act.Recovered("other_prefill", "r", "short", "opening", f"refused: {error}", refused=True)
     assert only(act.Recovered, actions) == noted
     assert (only(act.OpenStream, actions).peer, act.CloseStream(H) in actions) == ("q", True)
     local = side.on_message(H2, StreamEnded(reason="unreachable", error=error), 0.0)
     assert only(act.ComputeLocally, local).provenance.recoveries == ("other_prefill", "local_prefill")
+    assert only(act.Recovered, local).refused
     assert side.is_idle
 
 

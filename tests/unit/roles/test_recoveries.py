@@ -47,8 +47,8 @@ def recovered(rung: str = "refetch", peer: str = "p:1", cause: str = "its stream
 
 def test_a_rung_is_counted_and_told_with_its_request_peer_stage_and_cause(caplog: pytest.LogCaptureFixture) -> None:
     told, metrics, peers = recoveries()
-    told.recovered(recovered("other_prefill"))
-    told.recovered(recovered("refetch", cause="p:1 has closed"))
+    told.recovered(recovered("other_prefill"), 0.0)
+    told.recovered(recovered("refetch", cause="p:1 has closed"), 0.0)
     assert read(metrics, "recoveries_total", rung="other_prefill") == read(metrics, "recoveries_total", rung="refetch") == 1
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
     assert caplog.messages == [
@@ -56,6 +56,20 @@ def test_a_rung_is_counted_and_told_with_its_request_peer_stage_and_cause(caplog
         "request r: recovering by refetch; stage transferring: p:1 has closed",
     ]
     assert not peers.without_kv
+
+
+def test_that_a_peer_takes_less_than_this_worker_is_told_once_a_minute_and_counted_always(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    told, metrics, _ = recoveries()
+    for now_s in (5.0, 6.0, 64.0, 66.0):
+        told.recovered(recovered("local_prefill", cause="refused: its context is short", refused=True), now_s)
+    line = (
+        "request r: recovering by local_prefill; stage transferring, prefill peer p:1: refused: its context is short; it does "
+        "not take what this worker takes: look at its flags"
+    )
+    assert caplog.messages == [line, f"{line}; 2 more since it was last said"]
+    assert read(metrics, "recoveries_total", rung="local_prefill") == 4
 
 
 def test_a_peer_whose_kv_does_not_come_is_remembered_with_the_cause() -> None:
@@ -93,7 +107,7 @@ def test_that_no_kv_came_from_a_peer_is_forgotten_with_the_peer() -> None:
 
 def test_a_backend_over_which_nothing_is_reached_is_remembered_with_the_cause() -> None:
     told, _, peers = recoveries()
-    told.recovered(recovered("other_backend", unreached="jax", cause="nobody listens"))
+    told.recovered(recovered("other_backend", unreached="jax", cause="nobody listens"), 0.0)
     assert peers.given_up == [("p:1", "jax", "nobody listens")]
     assert not peers.without_kv
 
@@ -111,7 +125,7 @@ def test_that_nobody_computes_prompts_is_told_once_until_one_serves(
     assert not caplog.messages
     for _ in range(2):
         for _ in range(3):
-            told.recovered(recovered("local_prefill", peer="", cause="no prefill worker answers"))
+            told.recovered(recovered("local_prefill", peer="", cause="no prefill worker answers"), 0.0)
         told.served()
         told.served()
     line = f"request r: no prefill worker answers{known}; prompts are computed here until one does"
