@@ -21,7 +21,7 @@ from jdisagg.core.errors import AddressTaken
 from jdisagg.core.fleet import MAX_PREFILL_PEERS, SUSPECT_S, Key, Load, Member, Report, Standing, State
 from jdisagg.core.requests import Role
 from jdisagg.router.entry import Entry, Reach, RunStream
-from jdisagg.router.longest import Longest
+from jdisagg.router.longest import Longest, LongestPrompts
 from jdisagg.router.lots import lot_of, seat_of
 from jdisagg.router.partners import Partners
 from jdisagg.router.prefixes import NOTHING_KEPT, NOWHERE, Near
@@ -45,7 +45,7 @@ class Fleet:
         self._silence = Silence(dead_after_s, lease_s)
         self._entries: dict[str, Entry] = {}
         self._caches = WeakValueDictionary[Key, WorkerCache]()  # while a prompt remembers it: a process may go and come back
-        self._longest = Longest()
+        self._longest, self._longest_prompts = Longest(), LongestPrompts()
 
     def register(self, member: Member, now_s: float) -> Entry | None:
         """Add a process. Returns the older process it replaces at that address, or None; the same one again is a heartbeat:
@@ -88,7 +88,8 @@ class Fleet:
     def evict(self, now_s: float) -> list[Entry]:
         """Drop and return the workers whose heartbeats stopped; to be called now and then. A standing Run stream has better
         heartbeats of its own."""
-        self._longest.look(self._entries.values(), now_s)
+        for longest in (self._longest, self._longest_prompts):
+            longest.look(self._entries.values(), now_s)
         silent = self._silence.gone(self._entries.values(), now_s)
         for entry in silent:
             self.remove(entry)
@@ -140,6 +141,10 @@ class Fleet:
     def longest(self, now_s: float) -> Member | None:
         """Who holds the longest requests, see `Longest`. None: nobody is here."""
         return self._longest.of(self._entries.values(), now_s)
+
+    def most_prefill_tokens(self, now_s: float) -> int | None:
+        """What the longest worker holds that computes prompts, see `LongestPrompts`. None: not known."""
+        return self._longest_prompts.of(now_s)
 
     def count(self, role: Role) -> int:
         """Workers of a role that are there; those that decode count while they are linked, heard and ready."""

@@ -210,6 +210,7 @@ class FleetEngine:
             late = now_s >= flight.request.deadline_s
             if not late and self._placement.place(flight, now_s):
                 return
+            self._placement.check_length(flight, now_s)
             weights, lacks = self._placement.weights(flight), self._placement.lacks(flight)
             self._replays.wait(flight, lacks, began_s, now_s, weights=weights, late=late)
             await self.workers.changed(min(0.25, flight.request.deadline_s - now_s))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from jdisagg.core.fleet import Member
+from jdisagg.core.requests import Role
 from jdisagg.router.entry import Entry
 
 AWAY_S = 60.0  # how long a worker that left may take to come back, before the model is no longer than the others
@@ -35,6 +36,27 @@ class Longest:
             return False
         models = [(member.card.name, member.card.vocab_size, member.card.eos_token_ids) for member in (before, found)]
         return models[0] == models[1] and before.card.max_model_len > found.card.max_model_len
+
+
+class LongestPrompts:
+    """How many tokens the workers hold that compute prompts and were here of late. Time is passed in."""
+
+    def __init__(self) -> None:
+        self._seen_s: dict[int, float] = {}  # when one that holds so many was last here
+        self._began_s: float | None = None
+
+    def look(self, entries: Collection[Entry], now_s: float) -> None:
+        """To be called now and then, with everybody."""
+        if self._began_s is None:
+            self._began_s = now_s
+        members = [entry.member for entry in entries]
+        here = {one.card.max_model_len: now_s for one in members if one.role is Role.PREFILL or not one.needs_prefill}
+        self._seen_s = {most: seen_s for most, seen_s in self._seen_s.items() if now_s - seen_s < AWAY_S} | here
+
+    def of(self, now_s: float) -> int | None:
+        """None: not known yet, as one may be away since before the first look; or nobody was here."""
+        known = self._began_s is not None and now_s - self._began_s >= AWAY_S
+        return max(self._seen_s, default=None) if known else None
 
 
 def _longest(entries: Collection[Entry]) -> Member | None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from array import array
 
+from jdisagg.api.generation.context_length import ContextLengthExceeded
+from jdisagg.core.logs import Seldom
 from jdisagg.core.requests import FinishReason, Output, Provenance, Role
 from jdisagg.router.booking import Booking, book
 from jdisagg.router.entry import Entry
@@ -14,6 +17,9 @@ from jdisagg.router.prefixes import LastBeginnings, Near, Prefixes
 from jdisagg.router.usable import Needs, Wishes
 from jdisagg.router.workers import Workers
 
+log = logging.getLogger(__name__)
+
+LENGTH_EVERY_S = 60.0  # between lines that tell of prompts that nobody holds: clients can send any number
 KIN_TOKENS = 32  # of a prompt too short to be remembered
 
 
@@ -27,6 +33,7 @@ class Placement:
         self._homes = Homes()
         self._prefixes = Prefixes()
         self._beginnings = LastBeginnings()
+        self._told_length = Seldom(LENGTH_EVERY_S)
 
     def begin(self, flight: Flight) -> None:
         """Before its first attempt; `end` must follow."""
@@ -60,6 +67,21 @@ class Placement:
     def lacks(self, flight: Flight) -> str:
         """What there is none of that the attempt needs."""
         return self._fleet.usable(self.weights(flight), _needs(flight)).lacks
+
+    def check_length(self, flight: Flight, now_s: float) -> None:
+        """Raises ContextLengthExceeded for a new prompt that nobody holds who computed prompts of late: there is nobody to wait
+        for."""
+        needed, most = flight.prefill_tokens, self._fleet.most_prefill_tokens(now_s)
+        if not flight.is_untouched or most is None or needed <= most:
+            return
+        if self._fleet.usable(self.weights(flight), _needs(flight)).is_too_long:
+            text = (
+                f"request {flight.request.request_id}: a prompt may have at most {most - 1} tokens, but this one has "
+                f"{needed - 1}: no worker that computes prompts holds more than {most} (--max-model-len, or its KV pool), and "
+                "decode workers must not compute any (--local-prefill never)"
+            )
+            self._told_length.say(log, logging.WARNING, "%s", text, now_s=now_s)
+            raise ContextLengthExceeded(f"{text}; shorten the prompt", field="prompt")
 
     def is_tried_everywhere(self, flight: Flight, now_s: float) -> bool:
         """Nobody is left in this round of attempts."""

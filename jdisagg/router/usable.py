@@ -38,10 +38,11 @@ ANY_REQUEST, NO_WISHES = Needs(), Wishes()
 
 
 class Usable(NamedTuple):
-    """Exactly one of the two is empty."""
+    """Exactly one of `entries` and `lacks` is empty."""
 
     entries: list[Entry]
     lacks: str
+    is_too_long: bool = False  # all that lacks is a prefill worker that holds the prompt
 
 
 def usable(entries: Sequence[Entry], prefill: Sequence[Entry], needs: Needs) -> Usable:
@@ -82,9 +83,8 @@ def _with_prefill(staying: list[Entry], prefill: Sequence[Entry], prefill_tokens
         return _ready(found, serves)
     if paired:
         most = max(held[entry.member.card.fingerprint] for entry in paired)
-        return Usable(
-            [], f"no prefill worker{_that(serves)} holds {prefill_tokens} tokens (at most {most}; --local-prefill never)"
-        )
+        lacks = f"no prefill worker{_that(serves)} holds {prefill_tokens} tokens (at most {most}; --local-prefill never)"
+        return Usable([], lacks, is_too_long=True)
     why = ""
     if prefill:
         unlike = differing([peer.member for peer in prefill], [entry.member for entry in staying])

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from jdisagg.api.generation.context_length import ContextLengthExceeded
 from jdisagg.core.errors import Unavailable
 from jdisagg.core.fleet import Load, Report
 from jdisagg.core.requests import EngineRequest, FinishReason, Role, SamplingParams
@@ -90,6 +91,60 @@ def test_a_request_waits_for_a_prefill_worker_that_holds_it_rather_than_be_refus
         await router.stop()
 
     run_quiet(body())
+
+
+def test_a_prompt_that_nobody_was_there_to_compute_for_a_minute_is_its_clients_fault_at_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        router = await Router(ReplayConfig(place_wait_s=60.0), STEADY, step_timeout_s=STEADY.dead_after_s).start()
+        decode = await FakeWorker((router.address,), config=STEADY, needs_prefill=True, max_model_len=90).start()
+        short = await FakeWorker((router.address,), Role.PREFILL, max_model_len=3).start()
+        await until(lambda: router.linked() == 1 and len(router.engine.workers.fleet.members()) == 2)
+        asked = asyncio.create_task(collect(router, ask("r1", max_tokens=80)))
+        await asyncio.sleep(0.3)
+        assert not asked.done(), "a longer one may have been there before this router"
+        monkeypatch.setattr(longest, "AWAY_S", 0.1)
+        with pytest.raises(
+            ContextLengthExceeded, match=r"at most 2 tokens, but this one has 3: .* more than 3 \(--max-model-len"
+        ):
+            await asked
+        with pytest.raises(ContextLengthExceeded):
+            await collect(router, ask("r3", max_tokens=80))
+        (said,) = [record.getMessage() for record in caplog.records if record.name == "jdisagg.router.placement"]
+        assert said.startswith("request r1: a prompt may have at most 2 tokens"), "once a minute, to whoever runs the workers"
+        allowed = replace(ask("r2", max_tokens=80), prompt_token_ids=(1, 2))
+        assert [token for output in await collect(router, allowed) for token in output.token_ids] == expected(allowed)
+        for worker in (decode, short):
+            await worker.die()
+        await router.stop()
+
+    run_quiet(body())
+
+
+def test_how_long_prompts_may_be_is_known_after_a_minute_and_forgotten_a_minute_after_who_took_them() -> None:
+    found = Fleet(dead_after_s=1.0)
+    for length in (50, 90):
+        found.register(member(role=Role.PREFILL, address=f"h:{length}", max_model_len=length), 10.0)
+    for length, needs_prefill in ((200, True), (40, False)):
+        found.register(member(address=f"h:{length}", max_model_len=length, needs_prefill=needs_prefill), 10.0)
+    found.evict(10.0)
+    assert found.most_prefill_tokens(10.0 + AWAY_S - 0.1) is None
+    assert found.most_prefill_tokens(10.0 + AWAY_S) == 90
+    long = found.at("h:90")
+    assert long is not None
+    found.remove(long)
+    short = found.at("h:50")
+    assert short is not None
+    for after_s, most in ((0.9, 90), (AWAY_S - 0.1, 90), (AWAY_S, 50)):
+        short.last_seen_s = 10.0 + after_s
+        found.evict(10.0 + after_s)
+        assert found.most_prefill_tokens(10.0 + AWAY_S) == most
+    found.remove(short)
+    found.evict(10.0 + 2 * AWAY_S)
+    found.register(member(address="h:40", max_model_len=40), 200.0)
+    found.evict(200.0)
+    assert found.most_prefill_tokens(200.0) == 40, "a decode worker that computes prompts counts, too"
 
 
 def test_a_model_is_as_long_as_the_longest_worker_that_takes_requests(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ def test_who_cannot_take_a_request_is_never_asked_however_idle(why: str) -> None
         d1.member = member(d1.member, **changes[why])
     ten = Needs(num_tokens=10)
     assert fleet.choose("weights", NOW_S, ten) is d2
-    assert fleet.usable("weights", ten) == ([d2], "")
+    assert fleet.usable("weights", ten) == ([d2], "", False)
     fleet.remove(d2)
     assert fleet.choose("weights", NOW_S, ten) is None
     found = fleet.usable("weights", ten)
