@@ -106,8 +106,10 @@ def test_a_checker_that_does_not_start_speaks_against_no_grammar(
         monkeypatch.setattr(grammar_gate, "_COMMAND", works)
         await gate.prepare(GOOD[0])
         await gate.aclose()
+        ended = GrammarGate(demo_grammars(), Metrics())  # it has said nothing yet
+        await ended.aclose()
         with pytest.raises(Unavailable, match="about to end"):
-            await gate.prepare(GOOD[1])
+            await ended.prepare(GOOD[1])
         assert caplog.messages == [said]
 
     run_quiet(body())
