@@ -9,6 +9,7 @@ from functools import partial
 from jax.sharding import Mesh
 
 from jdisagg.core.config import Config
+from jdisagg.core.errors import ConfigError, NoMemory
 from jdisagg.core.requests import Role
 from jdisagg.engine.device import Device
 from jdisagg.engine.grammar_rows import Grammars
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 def make_runner(loaded: LoadedModel, mesh: Mesh, config: Config, role: Role, grammars: Grammars | None = None) -> ModelRunner:
     """Allocate pool and state on `mesh` and bind the steps; nothing is compiled yet (see `warm_up`).
 
-    Raises ConfigError naming the flag when sizes contradict each other or do not fit.
+    Raises ConfigError naming the flag when sizes contradict each other or do not fit, NoMemory where nobody gave the pool's.
     """
     layout = choose_layout(loaded.spec.kv_spec(loaded.kv_dtype), mesh, config.cache.page_size)
     sizes = size_engine(loaded.spec, layout, config, role, partial(_memory, mesh))
@@ -44,7 +45,12 @@ def make_runner(loaded: LoadedModel, mesh: Mesh, config: Config, role: Role, gra
         )
     _remark(loaded.spec.max_model_len, config, layout.page_size, sizes)
     model = DecoderModel(loaded.spec, choose_ops(layout, mesh), loaded.layer_loop)
-    device = Device(model, loaded.params, layout, mesh, sizes.device, num_pages=sizes.num_pages)
+    try:
+        device = Device(model, loaded.params, layout, mesh, sizes.device, num_pages=sizes.num_pages)
+    except ConfigError as error:
+        if config.cache.num_pages is not None or config.cache.kv_cache_bytes is not None:
+            raise
+        raise NoMemory(error.message) from error  # a share that is there, as a rule: somebody else has some of it now
     return ModelRunner(device, sizes.runner, grammars)
 
 

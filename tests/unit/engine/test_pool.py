@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jdisagg.core.config import CacheConfig, Config
-from jdisagg.core.errors import ConfigError
+from jdisagg.core.errors import ConfigError, NoMemory
 from jdisagg.core.requests import Role
 from jdisagg.engine.build import make_runner
 from jdisagg.kv.group import KVGroup
@@ -67,6 +67,20 @@ def test_sizes_that_settings_let_nobody_have_are_our_own_fault():
     one = make_mesh(jax.devices("cpu"), 1)
     with pytest.raises(AssertionError, match="page 0 is never used"):
         KVPool((choose_layout(SPEC, one, 8),), one, 1)
+
+
+@pytest.mark.parametrize(("given", "may_pass"), [({}, True), ({"num_pages": 8}, False), ({"kv_cache_bytes": 2**20}, False)])
+def test_a_pool_that_does_not_fit_is_a_bad_configuration_where_somebody_gave_its_size(given, may_pass, monkeypatch):
+    """Else the device's memory is somebody else's now: a supervisor tries again."""
+
+    def refuse(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 5 bytes.")
+
+    loaded = load()
+    monkeypatch.setattr(jax, "block_until_ready", refuse)
+    with pytest.raises(ConfigError, match=r"^--num-pages: \d+ pages of KV take .* 5 bytes") as refused:
+        make_runner(*loaded, Config(cache=CacheConfig(page_size=4, **given)), Role.UNIFIED)
+    assert isinstance(refused.value, NoMemory) is may_pass
 
 
 def test_too_few_bytes_are_refused_by_the_name_of_their_flag():
