@@ -27,9 +27,7 @@ from jdisagg.handoff.spans import Spans
 
 STALL_S = 1.0
 LONGEST_S = 10.0
-_NO_KV = frozenset(
-    {"connection", "unreachable", "stalled"}
-)  # reasons of a fetch after which a D may be one of which none comes
+_NO_KV = frozenset({"connection", "unreachable", "stalled"})  # of a fetch, after which a D may be one of which none comes
 
 
 class Outcome(Enum):

@@ -53,4 +53,5 @@ def parse(line: str) -> Ready | None:
         return None
     said: dict[str, Any] = {"role": "", "http": None, "grpc": None, "model": "", "pid": 0}
     said |= {one.name: message[one.name] for one in fields(Ready) if one.name in message}
-    return Ready(**said | {"workers": tuple(said.get("workers", ()))})
+    said["workers"] = tuple(said.get("workers", ()))
+    return Ready(**said)
