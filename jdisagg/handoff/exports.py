@@ -124,7 +124,7 @@ class ExportQueue:
         """Whether the receiver has enough out, so that others go first."""
         return bool(receiver) and self._num_out[receiver] >= 2 and self._bytes_out[receiver] + num_bytes > free_bytes
 
-    def published(self, piece: OutgoingPiece, *, stays: bool = False) -> list[ExportAction]:
+    def published(self, piece: OutgoingPiece, *, stays: bool) -> list[ExportAction]:
         """The piece can be fetched. Unless it `stays` there it has left the device, and others may be cut."""
         piece.published, piece.on_device = True, stays
         self._num_on_device -= not stays

@@ -33,6 +33,7 @@ def test_decode_side_opens_before_memory_and_completes_after_the_last_piece() ->
     complete = next(action for action in last if isinstance(action, act.KVComplete))
     assert (complete.provenance.transferred_tokens, complete.provenance.transferred_bytes) == (8, 80)
     assert (complete.provenance.prefill_worker, complete.provenance.prefilled_tokens) == ("p", 7)
+    assert complete.brought_by == "p"
     assert last[-1] == act.CloseStream(H)
     assert side.is_idle
 
