@@ -56,11 +56,10 @@ class Recoveries:
         where = f", prefill peer {action.peer}" if action.peer not in action.cause else ""
         text = "request %s: recovering by %s; stage %s%s: %s"
         told = (action.request_id, action.rung, action.stage, where, action.cause)
+        log.log(logging.INFO if action.refused else logging.WARNING, text, *told)
         if action.refused:
-            text += "; it does not take what this worker takes: look at its flags"
-            self._told_refused.say(log, logging.WARNING, text, *told, now_s=now_s)
-        else:
-            log.warning(text, *told)
+            less = "prefill peer %s does not take what this worker takes, look at its flags: %s"
+            self._told_refused.say(log, logging.WARNING, less, action.peer, action.cause, now_s=now_s)
 
     def no_kv(self, action: act.NoKV) -> None:
         """What a peer published did not come."""

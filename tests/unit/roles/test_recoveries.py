@@ -62,13 +62,14 @@ def test_that_a_peer_takes_less_than_this_worker_is_told_once_a_minute_and_count
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     told, metrics, _ = recoveries()
-    for now_s in (5.0, 6.0, 64.0, 66.0):
-        told.recovered(recovered("local_prefill", cause="refused: its context is short", refused=True), now_s)
-    line = (
-        "request r: recovering by local_prefill; stage transferring, prefill peer p:1: refused: its context is short; it does "
-        "not take what this worker takes: look at its flags"
-    )
-    assert caplog.messages == [line, f"{line}; 2 more since it was last said"]
+    with caplog.at_level("INFO", "jdisagg.roles.recoveries"):
+        for now_s in (5.0, 6.0, 64.0, 66.0):
+            told.recovered(recovered("local_prefill", cause="refused: its context is short", refused=True), now_s)
+    line = "prefill peer p:1 does not take what this worker takes, look at its flags: refused: its context is short"
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warned == [line, f"{line}; 2 more since it was last said"]
+    rung = "request r: recovering by local_prefill; stage transferring, prefill peer p:1: refused: its context is short"
+    assert [record.getMessage() for record in caplog.records if record.levelname == "INFO"] == [rung] * 4
     assert read(metrics, "recoveries_total", rung="local_prefill") == 4
 
 
