@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jdisagg.api.generation.local_engine import LocalEngine
-from jdisagg.api.http.app import make_app
+from jdisagg.api.http.app import BUGS_TOLD, make_app
 from jdisagg.core.config import Config
 from jdisagg.core.metrics import Metrics
 from jdisagg.models.resolve import resolve_model
@@ -82,6 +82,7 @@ class _Logged:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on."""
+        scope[BUGS_TOLD] = True
         try:
             await self._app(scope, receive, send)
         except Exception as error:

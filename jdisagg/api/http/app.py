@@ -36,6 +36,7 @@ from jdisagg.core.values import keys_of
 log = logging.getLogger(__name__)
 
 Endpoint = Callable[[Request], Awaitable[Response]]
+BUGS_TOLD = "jdisagg.bugs_told"  # a key of the scope: whoever calls tells of bugs, and not of each
 
 _MEANT = (  # ends of paths, and the path that serves what is asked for there
     ("/chat/completions", "/v1/chat/completions"),
@@ -161,7 +162,8 @@ def _meant(request: Request) -> str:
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     """The server logs the traceback, and not whose it is; the client learns only that it is not its fault."""
-    log.error("request %s failed: %r; the stack is logged, too", logged_request_id(request.scope), error)
+    if BUGS_TOLD not in request.scope:
+        log.error("request %s failed: %r; the stack is logged, too", logged_request_id(request.scope), error)
     response = plain_error(500, "internal error; the server's log has the details")
     response.headers.update(shown_request_id(request.scope))  # starlette answers a bug outside of all middleware
     return response
