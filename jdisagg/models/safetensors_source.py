@@ -29,6 +29,9 @@ def load_safetensors(directory: Path, spec: ModelSpec, mesh: Mesh, dtype: str, a
     files = tensor_files(directory)
     states = {file: _state(file) for file in sorted(set(files.values()))}
     _check_names(directory, spec, files)
+    for declared in declarations(spec).values():  # before anything is read or compiled
+        with opened(files[declared.name]) as handle:
+            _check(files[declared.name], declared.name, handle.get_slice(declared.name), _stored(declared))
     if spec.tied and OUTPUT in files and not _repeats_embedding(files):
         raise ConfigError(
             f"{files[OUTPUT]}: {OUTPUT} is not the embedding, which by tie_word_embeddings in config.json it is; "
@@ -36,9 +39,7 @@ def load_safetensors(directory: Path, spec: ModelSpec, mesh: Mesh, dtype: str, a
         )
 
     def make(_: ParamPath, declared: Declared) -> jax.Array:
-        file, stored = files[declared.name], declared.shape[::-1] if declared.transposed else declared.shape
-        with opened(file) as handle:
-            _check(file, declared.name, handle.get_slice(declared.name), stored)
+        file, stored = files[declared.name], _stored(declared)
         parts = HostParts(declared.shape, param_sharding(mesh, spec, declared), dtype)
         for slab in _row_slabs(stored):
             with opened(file) as handle:  # per slab: an open file keeps every page that was read mapped, and so resident
@@ -54,6 +55,10 @@ def load_safetensors(directory: Path, spec: ModelSpec, mesh: Mesh, dtype: str, a
         if _state(file) != state:
             raise ConfigError(f"{file}: was changed while it was read; start again")
     return params
+
+
+def _stored(declared: Declared) -> tuple[int, ...]:
+    return declared.shape[::-1] if declared.transposed else declared.shape
 
 
 def _state(file: Path) -> tuple[int, int, int] | None:
