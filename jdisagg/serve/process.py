@@ -54,7 +54,8 @@ class Process:
         self.stopping = asyncio.Event()
         self.status = 0  # with which it exits where nothing else is the matter
         self._is_supervised = is_supervised
-        self._began_s = self._told_s = monotonic()
+        self._began_s = monotonic()
+        self._told_s: float | None = None  # when SIGTERM or SIGINT first came
         self._state: Callable[[], Awaitable[Mapping[str, Any]]] = self._starting
         self._dumps: set[asyncio.Task[None]] = set()
 
@@ -95,7 +96,7 @@ class Process:
 
     def _stop(self, number: int) -> None:
         name = signal.Signals(number).name
-        if self.stopping.is_set():
+        if self._told_s is not None:
             if self._is_supervised or monotonic() - self._told_s < ONE_TELLING_S:
                 return
             log.error("%s again: ending without waiting for the rest", name)

@@ -178,6 +178,23 @@ def test_signals_that_come_together_are_one_and_a_later_one_ends_the_process_at_
     assert exits == [1]
 
 
+def test_the_first_signal_to_a_process_that_drains_for_a_fault_of_its_own_is_no_second_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s, exits = [100.0], list[int]()
+    monkeypatch.setattr(module, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(module.os, "_exit", exits.append)
+    faulty = Process()
+    now_s[0] = 160.0
+    faulty.end_with(72)
+    now_s[0] += 60.0
+    faulty._stop(signal.SIGTERM)
+    assert (exits, faulty.stopping.is_set(), faulty.status) == ([], True, 72)
+    now_s[0] += 2 * ONE_TELLING_S
+    faulty._stop(signal.SIGTERM)
+    assert exits == [1]
+
+
 IMPORTED = """
 import gc
 from jdisagg.serve.__main__ import main
