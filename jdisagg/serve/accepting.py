@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 
+from jdisagg.core.host_names import Names, is_own
 from jdisagg.serve.environment import check_descriptors
 from jdisagg.serve.process import Process
 
@@ -44,8 +46,14 @@ async def end_when_nobody_accepts(process: Process, address: str) -> None:
 
 async def _is_answered(address: str) -> bool | None:
     """Whether something comes on a new connection, be it that it is hung up on, as there are too many. None: nobody can tell,
-    as there is no descriptor for it or for its other end, which gRPC asks for again."""
-    asked = asyncio.create_task(_ask(address))
+    as there is no descriptor for it or for its other end, which gRPC asks for again, or as it is not known, if a name, to be
+    this machine's at the moment."""
+    host, _, port = address.rpartition(":")
+    try:
+        found = await asyncio.wrap_future(Names().look_up(host.strip("[]")))  # as long as a resolver takes
+    except ConnectionError:
+        return None
+    asked = asyncio.create_task(_ask([str(one.sockaddr[0]) for one in found if is_own(one)], int(port)))
     try:
         for wait_s in (ANSWER_S, _ONCE_MORE_S):
             await asyncio.wait({asked}, timeout=wait_s)
@@ -65,15 +73,14 @@ def _has_descriptors() -> bool:
     return True
 
 
-async def _ask(address: str) -> bool | None:
-    host, _, port = address.rpartition(":")
-    try:
-        reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))  # to 0.0.0.0, too
-    except OSError:
-        return None
-    try:
+async def _ask(hosts: Sequence[str], port: int) -> bool | None:
+    for host in hosts:  # 0.0.0.0, too
         with suppress(OSError):
-            await reader.read(1)
-        return True
-    finally:
-        writer.close()
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                with suppress(OSError):
+                    await reader.read(1)
+                return True
+            finally:
+                writer.close()
+    return None

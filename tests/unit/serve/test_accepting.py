@@ -8,6 +8,8 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from threading import Event
+from typing import Any
 
 import pytest
 
@@ -177,5 +179,50 @@ def test_a_port_that_was_silent_twice_and_then_answers_goes_on(
                             listener.accept()[0].close()
                         await asyncio.sleep(0.001)
                 assert not process.stopping.is_set()
+
+    run_quiet(body())
+
+
+def test_a_resolver_that_does_not_answer_any_more_says_nothing_of_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would end every process of a fleet."""
+    monkeypatch.setattr(accepting, "_ONCE_MORE_S", 0.01)
+    look_up, is_away, is_over = socket.getaddrinfo, Event(), Event()
+
+    def resolver(host: str, *args: Any, **options: Any) -> Any:
+        if host != "worker.test" or options.get("flags"):  # as no name
+            return look_up(host, *args, **options)
+        if is_away.is_set():
+            is_over.wait(30.0)
+        return look_up("127.0.0.1", *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolver)
+
+    async def body() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            async with watched(f"worker.test:{listener.getsockname()[1]}") as process:
+                await answer(listener)
+                is_away.set()
+                await asyncio.sleep(10 * accepting.ANSWER_S)
+                stopped = process.stopping.is_set()
+                is_over.set()
+                assert not stopped
+
+    run_quiet(body())
+
+
+def test_an_address_that_this_machine_has_no_more_says_nothing_of_the_port(
+    looks: list[bool | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an interface that went down, or a name that is another machine's now: what is sent there comes to nothing."""
+
+    async def body() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            async with watched(f"127.0.0.1:{listener.getsockname()[1]}") as process:
+                await answer(listener)
+                with monkeypatch.context() as patch:
+                    patch.setattr(accepting, "is_own", lambda _: False)
+                    await until(lambda: looks.count(None) >= LOOKS)
+                    assert not process.stopping.is_set()
+                await until(process.stopping.is_set)
 
     run_quiet(body())
