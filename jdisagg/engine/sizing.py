@@ -108,8 +108,8 @@ def steps_bytes(spec: ModelSpec, scheduler: SchedulerConfig) -> int:
 
 
 def moving_bytes(layout: KVLayout, config: Config, role: Role) -> int:
-    """What KV on its way takes on one device beside the pool, at most: pieces that are published or lent, pieces that arrived
-    and wait for the engine (and one that comes), and copies to host memory and back."""
+    """What KV on its way takes on one device beside the pool: pieces that are published or lent, pieces that arrived and wait
+    for the engine (and one that comes: further peers' lie in what the share leaves), and copies to host memory and back."""
     transfer, per_token = config.transfer, layout.spec.bytes_per_token
     piece_bytes, num_pieces = transfer.transfer_chunk_tokens * per_token, 0
     if role is not Role.UNIFIED:
