@@ -29,7 +29,6 @@ from __future__ import annotations
 import importlib
 import secrets
 import socket
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -42,6 +41,7 @@ from typing import Any
 import jax
 
 from jdisagg.core.host_names import NO_WAY, own_address_of
+from jdisagg.core.threads import check_threads
 from jdisagg.transfer.target import PieceError
 
 NUM_THREADS = 12  # a server takes eight
@@ -101,7 +101,7 @@ class TransferServer:
         connect to that. Raises Unsupported."""
         try:
             transfer = importlib.import_module("jax.experimental.transfer")
-            _check_threads()
+            check_threads(NUM_THREADS)
             self._server: Any = transfer.start_transfer_server(
                 devices[0].client,
                 f"{host}:0",
@@ -256,20 +256,6 @@ class TransferConnection:
         if connection is not None:
             with suppress(RuntimeError, AttributeError):  # broken already, or a jax that breaks it when it is collected
                 connection._poison_connection()
-
-
-def _check_threads() -> None:
-    """Raises RuntimeError where this machine has too few left for a server."""
-    enough, started = threading.Event(), list[threading.Thread]()
-    try:
-        while len(started) < NUM_THREADS:
-            thread = threading.Thread(target=enough.wait, name="any-thread-left", daemon=True)
-            thread.start()
-            started.append(thread)
-    finally:
-        enough.set()
-        for thread in started:
-            thread.join()
 
 
 def _try(address: str, deadline_s: float) -> None:

@@ -7,7 +7,6 @@ small parts, so that what is slow, but moves, is seen to move.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from time import monotonic
 
@@ -18,6 +17,7 @@ from jdisagg.api.peer.blocking_channels import BlockingChannels
 from jdisagg.api.peer.piece_wire import FETCH, decode_part
 from jdisagg.api.peer.stalls import StallWatch, Watched
 from jdisagg.core.errors import Stalled
+from jdisagg.core.threads import check_threads
 from jdisagg.core.told import told
 from jdisagg.v1 import peer_pb2
 
@@ -47,7 +47,7 @@ class GrpcByteSource:
             raise TimeoutError(f"piece {key} of {peer}: asked for when its time was over")
         try:
             if self._was_short:
-                threading.Thread(target=_nothing, name="any-thread-left", daemon=True).start()
+                check_threads(1)
                 self._was_short = False
         except RuntimeError as error:  # gRPC would lose this channel, too
             raise ConnectionError(f"piece {key} of {peer}: {error}") from error
@@ -114,7 +114,3 @@ class GrpcByteSource:
         """Close every channel; reads in progress fail."""
         self._stalls.close()
         self._channels.close()
-
-
-def _nothing() -> None:
-    """What there is to do for a thread that is only to be there."""
