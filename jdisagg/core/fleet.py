@@ -46,6 +46,13 @@ class ModelCard:
     eos_token_ids: tuple[int, ...] = ()
     fingerprint: str  # weights + config + numerics; requests never cross it
 
+    @property
+    def answers(self) -> str:
+        """Equal on two workers where an answer that one began may go on at the other: both compute the same, and end it by the
+        same tokens (of generation_config.json, say, which is no part of the fingerprint)."""
+        ends = ", ".join(str(token_id) for token_id in sorted(set(self.eos_token_ids)))
+        return f"{self.fingerprint} with end tokens {ends}" if ends else self.fingerprint
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:

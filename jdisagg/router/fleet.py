@@ -6,7 +6,7 @@ decode worker that failed lately is chosen only when there is no other. A prompt
 that went, whose cache may have it, while others have not much less to do: the longer the beginning, the more. What a prefill
 worker's cache has no room for any more (`worker_cache`) does not count. Of equally busy ones what begins alike gets the same,
 and what does not is spread.
-Requests never cross fingerprints: a fleet half old and half new weights serves both, each request within one.
+Requests never cross `ModelCard.answers`: a fleet half old and half new weights serves both, each request within one.
 """
 
 from __future__ import annotations
@@ -173,15 +173,13 @@ class Fleet:
         entries = [entry for entry in self._entries.values() if entry.member.role is role]
         return [entry for entry in entries if not entry.member.decodes or (entry.serves and not _is_idle(entry, partners))]
 
-    def choose(
-        self, fingerprint: str | None, now_s: float, needs: Needs = ANY_REQUEST, wishes: Wishes = NO_WISHES
-    ) -> Entry | None:
-        """The worker for the next request of that fingerprint (None = any), of those that are `usable`: one that holds the
+    def choose(self, answers: str | None, now_s: float, needs: Needs = ANY_REQUEST, wishes: Wishes = NO_WISHES) -> Entry | None:
+        """The worker for the next request of those `answers` (None = any), of those that are `usable`: one that holds the
         tokens it wishes for before others, then the one at its home, one that reaches prefill workers of its weights, the one
         that had most of the prompt of those that are not much busier than the least busy one, and then less busy ones, as if
         those that compute other bits had UNLIKE_REQUESTS more and nothing of the prompt. Of equally busy ones all of one kin
         get the same, whoever else comes and goes."""
-        there = self.usable(fingerprint, needs).entries
+        there = self.usable(answers, needs).entries
         if not there:
             return None
         prefilled = {peer.member.card.fingerprint for peer in self._prefill(by_grammar=needs.by_grammar)}
@@ -211,10 +209,10 @@ class Fleet:
 
         return min(equals, key=rank)
 
-    def usable(self, fingerprint: str | None, needs: Needs = ANY_REQUEST) -> Usable:
-        """Whom `choose` chooses from, of that fingerprint (None = any), or what there is none of."""
-        of_it = [entry for entry in self._entries.values() if fingerprint in (None, entry.member.card.fingerprint)]
-        return usable(of_it, self._prefill(by_grammar=needs.by_grammar), needs)
+    def usable(self, answers: str | None, needs: Needs = ANY_REQUEST) -> Usable:
+        """Whom `choose` chooses from, of those `answers` (None = any), or what there is none of."""
+        those = [entry for entry in self._entries.values() if answers is None or entry.member.card.answers == answers]
+        return usable(those, self._prefill(by_grammar=needs.by_grammar), needs)
 
     def _prefill(self, *, by_grammar: bool = False) -> list[Entry]:
         """Prefill workers that take requests; `by_grammar`: those that have one."""

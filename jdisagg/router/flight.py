@@ -7,6 +7,7 @@ from typing import Any
 
 from jdisagg.api.mailbox import Mailbox
 from jdisagg.core.errors import RequestError
+from jdisagg.core.fleet import ModelCard
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance
 from jdisagg.router.blame import Lost
 from jdisagg.router.booking import Booking
@@ -45,7 +46,7 @@ class Flight:
         self.entry: Entry | None = None  # the worker it runs on
         self.prefill: Booking | None = None  # on the P named first, until the first token
         self.unproven: Booking | None = None  # the same, until it is known which worker computed the prompt
-        self.fingerprint: str | None = None
+        self.card: ModelCard | None = None  # of the worker that answers it, or answered last; None = any may
         self.bits = ""  # that it began with, with `exact` numerics; "" = any will do
         self.setbacks = Setbacks()
         self.finished = False
@@ -53,6 +54,16 @@ class Flight:
         self._delivered: list[int] = []
         self._recoveries = _Recoveries()
         self._prompt = _Prompt(most_cached=len(request.prompt_token_ids))
+
+    @property
+    def fingerprint(self) -> str | None:
+        """What its client is told of who answers."""
+        return None if self.card is None else self.card.fingerprint
+
+    @property
+    def answers(self) -> str | None:
+        """As in `ModelCard`; None = any worker may."""
+        return None if self.card is None else self.card.answers
 
     @property
     def num_delivered(self) -> int:
@@ -103,7 +114,7 @@ class Flight:
         """Begin the next attempt; what the old one still sends has an older number and is dropped."""
         self.attempt += 1
         if self.is_untouched:
-            self.fingerprint, self.bits = None, ""
+            self.card, self.bits = None, ""
         else:
             self._prompt.most_cached = self._prompt.cached
         self._recoveries = _Recoveries(earlier=(*self._recoveries.earlier, *self._recoveries.latest, "replay"))

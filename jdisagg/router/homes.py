@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class _Home:
     num_members: int = 0
     address: str = ""
-    fingerprint: str | None = None
+    answers: str | None = None  # see `ModelCard`
     has_spoken: bool = False  # a client got something of one of them
 
 
@@ -32,26 +32,26 @@ class Homes:
             if not home.num_members:
                 del self._homes[group]
 
-    def settle(self, group: str, address: str, fingerprint: str) -> None:
-        """One of the group was sent there; the others follow. Once the group has spoken, `fingerprint` must be its own."""
+    def settle(self, group: str, address: str, answers: str) -> None:
+        """One of the group was sent there; the others follow. Once the group has spoken, `answers` must be its own."""
         if group:
             home = self._homes[group]
-            assert not home.has_spoken or home.fingerprint == fingerprint
-            home.address, home.fingerprint = address, fingerprint
+            assert not home.has_spoken or home.answers == answers
+            home.address, home.answers = address, answers
 
     def of(self, group: str) -> str:
         """Where the group is, "" when it is nowhere yet."""
         return self._homes[group].address if group else ""
 
-    def spoken_fingerprint(self, group: str) -> str | None:
+    def spoken_answers(self, group: str) -> str | None:
         """The weights a client got something from; None while it got nothing."""
         home = self._homes[group] if group else _Home()
-        return home.fingerprint if home.has_spoken else None
+        return home.answers if home.has_spoken else None
 
-    def speak(self, group: str, fingerprint: str) -> bool:
+    def speak(self, group: str, answers: str) -> bool:
         """A client is about to get the first of a request on those weights; False when its siblings are on others."""
         if not group:
             return True
         home = self._homes[group]
-        home.has_spoken |= home.fingerprint == fingerprint
-        return home.fingerprint == fingerprint
+        home.has_spoken |= home.answers == answers
+        return home.answers == answers

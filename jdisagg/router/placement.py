@@ -55,14 +55,14 @@ class Placement:
         if entry is None:
             return False
         num_asked = len(self._fleet.usable(self._next_weights(flight), _needs(flight)).entries)
-        self._homes.settle(flight.request.fork_group, entry.member.address, entry.member.card.fingerprint)
+        self._homes.settle(flight.request.fork_group, entry.member.address, entry.member.card.answers)
         self._submit(flight, entry, near, kin, num_asked)
         self._prefixes.note(flight.beginnings, entry.key, flight.prefill.cache if flight.prefill else None)
         return True
 
     def weights(self, flight: Flight) -> str | None:
         """Those that answered this request or one of its siblings so far; None = any will do."""
-        return flight.fingerprint or self._homes.spoken_fingerprint(flight.request.fork_group)
+        return flight.answers or self._homes.spoken_answers(flight.request.fork_group)
 
     def lacks(self, flight: Flight) -> str:
         """What there is none of that the attempt needs."""
@@ -85,14 +85,14 @@ class Placement:
 
     def is_tried_everywhere(self, flight: Flight, now_s: float) -> bool:
         """Nobody is left in this round of attempts."""
-        fingerprint, tried = self._next_weights(flight), flight.setbacks.tried
-        best = self._fleet.choose(fingerprint, now_s, _needs(flight), Wishes(but_not=tried))
+        answers, tried = self._next_weights(flight), flight.setbacks.tried
+        best = self._fleet.choose(answers, now_s, _needs(flight), Wishes(but_not=tried))
         return best is None or best.member.address in tried
 
     def may_speak(self, flight: Flight, output: Output) -> bool:
         """False when this would be the first of a choice whose siblings have moved to other weights."""
         first = flight.is_untouched and bool(output.token_ids or output.prompt_logprobs)
-        return not first or flight.fingerprint is None or self._homes.speak(flight.request.fork_group, flight.fingerprint)
+        return not first or flight.answers is None or self._homes.speak(flight.request.fork_group, flight.answers)
 
     def heard(self, flight: Flight, output: Output) -> None:
         """With its first token it has left its prefill worker. Which one that was comes with it, too, or else, where there was
@@ -116,20 +116,21 @@ class Placement:
 
     def _next_weights(self, flight: Flight) -> str | None:
         """Those of an attempt after this one, should it bring nothing; None = any will do."""
-        fingerprint = None if flight.is_untouched else flight.fingerprint
-        return fingerprint or self._homes.spoken_fingerprint(flight.request.fork_group)
+        answers = None if flight.is_untouched else flight.answers
+        return answers or self._homes.spoken_answers(flight.request.fork_group)
 
     def _submit(self, flight: Flight, entry: Entry, near: Near, kin: bytes, num_asked: int) -> None:
         flight.entry = entry
-        flight.fingerprint, flight.bits = entry.member.card.fingerprint, flight.bits or entry.member.bits
+        card = flight.card = entry.member.card
+        flight.bits = flight.bits or entry.member.bits
         entry.pending += 1
         peers: list[Entry] = []
         if entry.member.role is Role.DECODE:
-            peers = self._fleet.prefill_peers(flight.fingerprint, _needs(flight), near, kin, bits=entry.member.bits)
+            peers = self._fleet.prefill_peers(card.fingerprint, _needs(flight), near, kin, bits=entry.member.bits)
             if peers:
                 flight.prefill = flight.unproven = book(peers[0], flight.prefill_tokens, near)
         named = tuple(peer.member.address for peer in peers)
-        self._workers.submit(entry, flight.attempt_request(named, entry.member.card.max_model_len, num_asked))
+        self._workers.submit(entry, flight.attempt_request(named, card.max_model_len, num_asked))
 
     def _leave_prefill(self, flight: Flight) -> None:
         if flight.prefill is not None:

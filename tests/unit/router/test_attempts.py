@@ -21,7 +21,7 @@ def flight(max_tokens: int = 8, **fields: Any) -> Flight:
     """Of three prompt tokens, on a worker of those weights."""
     sampling = SamplingParams(max_tokens=max_tokens, min_tokens=fields.pop("min_tokens", 0), prompt_logprobs=1)
     found = Flight(request("r", prompt=(1, 2, 3), sampling=sampling, **fields))
-    found.entry, found.fingerprint = Entry(MEMBER, 0.0), MEMBER.card.fingerprint
+    found.entry, found.card = Entry(MEMBER, 0.0), MEMBER.card
     return found
 
 

@@ -10,7 +10,7 @@ import pytest
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import FinishReason, Output, Provenance, TokenLogprob
 from jdisagg.router.flight import Flight
-from tests.unit.wire.rig import request
+from tests.unit.wire.rig import member, request
 
 SCORED = (TokenLogprob(7, -0.5),)
 
@@ -32,7 +32,7 @@ SCORED = (TokenLogprob(7, -0.5),)
 )
 def test_an_output_is_passed_on_whole_under_the_clients_attempt_and_its_workers_fingerprint(said: dict[str, Any]) -> None:
     flight = Flight(request("r", prompt=(1, 2, 3)))
-    flight.attempt, flight.fingerprint = 4, "weights"
+    flight.attempt, flight.card = 4, member(fingerprint="weights").card
     output = Output(request_id="r", attempt=4, **said)
     assert flight.accept(output) == replace(output, attempt=0, fingerprint="weights")
     assert flight.num_delivered == len(output.token_ids)

@@ -199,7 +199,7 @@ def test_the_streams_of_a_dead_worker_are_spread_over_those_of_their_bits_and_go
 @pytest.mark.parametrize("is_untouched", [True, False])
 def test_a_replayed_stream_keeps_the_bits_that_it_began_with_and_one_that_has_not_begun_has_none(is_untouched: bool) -> None:
     flight = Flight(request("r", prompt=(1, 2, 3)))
-    flight.fingerprint, flight.bits = "weights", A
+    flight.card, flight.bits = MEMBER.card, A
     if not is_untouched:
         flight._delivered.append(7)  # pyright: ignore[reportPrivateUsage]
     flight.replay()

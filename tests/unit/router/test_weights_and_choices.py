@@ -106,18 +106,43 @@ def test_a_decode_worker_with_prefill_workers_of_its_weights_is_preferred():
     run_quiet(body())
 
 
+def test_a_stream_goes_on_only_where_it_would_end_by_the_same_tokens() -> None:
+    async def body() -> None:
+        router = await Router().start()
+        first, other = (FakeWorker((router.address,), eos_token_ids=ids) for ids in ((2, 7), (2,)))
+        await fleet(first, router=router)
+        outputs: list[Output] = []
+        task = asyncio.create_task(collect(router, asked := ask("r1", max_tokens=400), outputs))
+        await until(lambda: tokens(outputs))
+        first.engine.frozen = True
+        await other.start()
+        await until(lambda: router.linked() == 2)
+        await first.die()
+        new = ask("r2")  # of which nobody has heard anything
+        assert_whole(new, await collect(router, new))
+        assert [seen.request_id for seen in other.engine.seen] == ["r2"]
+        alike = await FakeWorker((router.address,), eos_token_ids=(7, 2, 7)).start()
+        await task
+        assert_whole(asked, outputs)
+        assert [seen.request_id for seen in alike.engine.seen] == ["r1"]
+        assert {output.fingerprint for output in outputs} == {first.fingerprint}
+        await stop(router, other, alike)
+
+    run_quiet(body())
+
+
 def test_a_group_that_has_spoken_keeps_its_weights() -> None:
     homes = Homes()
     homes.enter("g")
     homes.enter("g")
     homes.settle("g", "a:1", "weights-1")
-    assert homes.spoken_fingerprint("g") is None
+    assert homes.spoken_answers("g") is None
     homes.settle("g", "b:1", "weights-2")  # nobody has heard anything yet
     assert not homes.speak("g", "weights-1")
-    assert homes.spoken_fingerprint("g") is None
+    assert homes.spoken_answers("g") is None
     assert homes.speak("g", "weights-2")
     assert not homes.speak("g", "weights-1")
-    assert homes.spoken_fingerprint("g") == "weights-2"
+    assert homes.spoken_answers("g") == "weights-2"
     with pytest.raises(AssertionError):
         homes.settle("g", "a:1", "weights-1")
     homes.leave("g")
