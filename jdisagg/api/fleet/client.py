@@ -33,6 +33,7 @@ RPC_TIMEOUT_S = 1.0
 RETRY_S = 0.25
 AFTER_BUG_S = 1.0  # what failed in this process fails again: the log says so once a second
 UNHEARD_S = 5.0  # until a router that never answered is told of: it may be starting as well
+REFUSED_S = 30.0  # a router that would not have us, and has not answered for so long, may be gone for good
 NO_ROUTER = "what answers there is none; give --router the --grpc-port of a router"
 _NOT_TAKEN = {  # what says so, and how loud
     grpc.StatusCode.ALREADY_EXISTS: logging.WARNING,  # it passes
@@ -49,7 +50,8 @@ class _Router:
     is_leaving: bool = False  # it said goodbye: its end is no outage
     is_refusal_told: bool = False  # it does not take our API key
     not_taken: grpc.StatusCode | None = None  # told: another process has our address, or it is another model's
-    refusal: str = ""  # its word that it will not have us, which does not pass by itself
+    refusal: str = ""  # its word that it will not have us, which does not pass by itself ..
+    refused_s: float = 0.0  # .. and when it said so last
     is_reached: bool = True  # as far as it says
     unheard_s: float | None = None  # never registered with, and since when; None once that is told
 
@@ -90,8 +92,10 @@ class FleetClient:
 
     def refusal(self) -> str:
         """Why no router has this worker, and none will until somebody changes something; else empty."""
-        told = [(router, known.refusal) for router, known in self._routers.items() if router in self._names.wanted]
-        return f"router {told[0][0]} does not take this worker: {told[0][1]}" if told and all(why for _, why in told) else ""
+        since_s = monotonic() - REFUSED_S
+        wanted = {router: known for router, known in self._routers.items() if router in self._names.wanted}
+        told = [(router, known.refusal) for router, known in wanted.items() if known.refusal and known.refused_s >= since_s]
+        return f"router {told[0][0]} does not take this worker: {told[0][1]}" if told and len(told) == len(wanted) else ""
 
     def show_in(self, gauge: Gauge) -> None:
         """Have `jdisagg_routers` say how many know us, and how many do not, at every scrape."""
@@ -180,7 +184,7 @@ class FleetClient:
             return  # a name: each of its addresses says the same
         why = NO_ROUTER if code is grpc.StatusCode.UNIMPLEMENTED else why
         if code is grpc.StatusCode.UNAUTHENTICATED or _NOT_TAKEN.get(code) == logging.ERROR:
-            known.refusal = why
+            known.refusal, known.refused_s = why, monotonic()
         if code is grpc.StatusCode.UNAUTHENTICATED:
             if not known.is_refusal_told:
                 known.is_refusal_told = True

@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 
 from jdisagg.api import channels
-from jdisagg.api.fleet import elsewhere, service
+from jdisagg.api.fleet import client, elsewhere, service
 from jdisagg.api.fleet.client import NO_ROUTER
 from jdisagg.api.fleet.codec import decode_member, encode_member
 from jdisagg.api.fleet.elsewhere import nobody_reaches
@@ -92,6 +92,27 @@ def test_a_worker_that_some_router_takes_is_refused_by_none() -> None:
         await again.stop()
         for one in (worker, other):
             await one.die()
+
+    run_quiet(body())
+
+
+def test_routers_that_refused_a_worker_and_have_gone_for_good_do_not_keep_it_from_being_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def body() -> None:
+        monkeypatch.setattr(client, "REFUSED_S", 1.0)
+        router = await Router(entrance=Entrance("0" * 64)).start()
+        port = int(router.address.rpartition(":")[2])
+        worker = await FakeWorker((router.address,), text_digest="1" * 64).start()
+        await until(worker.registration.refusal)
+        await asyncio.sleep(1.5)
+        assert worker.registration.refusal(), "it says so again and again"
+        await router.stop()
+        await until(lambda: not worker.registration.refusal())
+        again = await Router(entrance=Entrance("0" * 64)).start(port)
+        await until(worker.registration.refusal)
+        await again.stop()
+        await worker.die()
 
     run_quiet(body())
 
