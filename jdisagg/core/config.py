@@ -73,14 +73,19 @@ class CacheConfig:
     """The KV pool. At most one of the three sizes is given; none = utilization, on CPU 1 GiB or twice what slots take."""
 
     page_size: int = _flag(16, "tokens per KV page", minimum=1, maximum=1024, aliases=("block_size",))
-    num_pages: int | None = _flag(None, "size of the pool in pages (page 0 is never used)", minimum=2)
-    kv_cache_bytes: int | None = _flag(None, "size of the pool in bytes, e.g. 512MiB", minimum=1, syntax="bytes")
+    # an array whose size in bytes is no int64 ends the process, in XLA
+    num_pages: int | None = _flag(None, "size of the pool in pages (page 0 is never used)", minimum=2, maximum=10**9)
+    kv_cache_bytes: int | None = _flag(
+        None, "size of the pool in bytes, e.g. 512MiB", minimum=1, maximum=10**18, syntax="bytes"
+    )
     device_memory_utilization: float = _flag(
         0.9, "size of the pool by share of device memory; on CPU at most 1 GiB instead", minimum=0.01, maximum=1
     )
     enable_prefix_caching: bool = _flag(True, "reuse KV of equal prefixes")
     enable_kv_events: bool = _flag(False, "publish changes of the prefix cache over gRPC (KVEventsService)")
-    kv_events_buffer: int = _flag(4096, "batches a listener may be behind before it gets the whole set again", minimum=1)
+    kv_events_buffer: int = _flag(
+        4096, "batches a listener may be behind before it gets the whole set again", minimum=1, maximum=10**9
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +140,7 @@ class TransferConfig:
         ),
     )
     transfer_buffer_bytes: int = _flag(256 * 2**20, "bytes in flight per worker", minimum=1, syntax="bytes")
-    transfer_chunk_tokens: int = _flag(256, "tokens of one KV piece", minimum=1)
+    transfer_chunk_tokens: int = _flag(256, "tokens of one KV piece", minimum=1, maximum=2**24)
     local_prefill: LocalPrefill = _flag(
         LocalPrefill.ON_FAILURE, "when decode prefills itself: on-failure, never, below-tokens=N", only=_LOCAL_PREFILL
     )
@@ -150,7 +155,7 @@ class TransferConfig:
     lease_s: float = _flag(10.0, "life of published KV, and of requests, after their receiver fell silent", minimum=0.1)
     checksums: bool = _flag(True, "verify every KV piece")
     heartbeat_s: float = _flag(0.25, "period of heartbeats", minimum=0.01)
-    dead_after_s: float = _flag(1.0, "silence after which a peer is dead", minimum=0.02)
+    dead_after_s: float = _flag(1.0, "silence after which a peer is dead", minimum=0.02, maximum=10**9)
     worker_wait_s: float = _flag(
         30.0,
         "how long a router keeps a request that lost its worker for another one; new requests wait at most 5 s",

@@ -15,6 +15,7 @@ from huggingface_hub import errors as hub_errors
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.files import no_access
 from jdisagg.core.json_values import is_finite
+from jdisagg.core.told import told
 from jdisagg.core.values import expand_home
 from jdisagg.text.tokenizer_files import added_id, read_tokenizer_config
 
@@ -52,6 +53,9 @@ def local_model(name: str) -> Path | None:
     except PermissionError as error:
         if is_path:  # else it is the working directory that may not be looked into
             raise _inaccessible(path, error) from error
+    except OSError as error:  # a name that is too long for one, a disk that fails
+        what = f"{told(name)} cannot be looked for: {error.strerror}"
+        raise ConfigError(f"--model: {what}; give demo, a directory, or a Hub id (OWNER/NAME)") from error
     if is_path:
         raise ConfigError(f"--model: {name} is not a directory; give demo, a directory, or a Hub id (OWNER/NAME)")
     return None

@@ -166,6 +166,11 @@ def test_a_pool_size_flag_replaces_another_pool_size_of_the_file(write) -> None:
         (["--role", "decode", "--local-prefill", "never"], "wanted a way to prefill: give --prefill or --router"),
         (["--num-prefill", "0", "--local-prefill", "never"], "--num-prefill: got 0, wanted at least 1 with --local-prefill"),
         (["--schedule-log", "no/such/log"], "--schedule-log: got 'no/such/log', wanted a file in a directory that exists"),
+        (["--num-pages", f"{2**55}"], f"--num-pages: got {2**55}, wanted at most 1e+09"),
+        (["--kv-cache-bytes", "1048576TiB"], f"--kv-cache-bytes: got {2**60}, wanted at most 1e+18"),
+        (["--kv-events-buffer", f"{2**63}"], f"--kv-events-buffer: got {2**63}, wanted at most 1e+09"),
+        (["--transfer-chunk-tokens", f"{2**63}"], f"--transfer-chunk-tokens: got {2**63}, wanted at most 1.67772e+07"),
+        (["--dead-after-s", "1e308"], "--dead-after-s: got 1e+308, wanted at most 1e+09"),
         (["--config", "no/such.toml"], "--config: cannot read 'no/such.toml': No such file or directory"),
     ],
 )

@@ -26,6 +26,14 @@ def test_a_path_that_is_no_directory_is_refused_without_asking_the_hub(name: str
         resolve_model(name)
 
 
+@pytest.mark.parametrize("name", [300 * "d", f"./{300 * 'd'}"])
+def test_what_is_too_long_for_a_name_is_refused_without_asking_the_hub(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^--model: .*d cannot be looked for: File name too long; give demo, a directory, or"
+    ):
+        resolve_model(name)
+
+
 @pytest.mark.parametrize("read", [resolve_model, read_model_config])
 def test_a_home_directory_that_is_not_there_is_refused(read: Callable[[str], object]) -> None:
     with pytest.raises(ConfigError, match="--model: got '~nobody-of-that-name/model', wanted a path without ~"):
