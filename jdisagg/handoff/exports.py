@@ -7,8 +7,9 @@ wait, so a big piece is never overtaken for ever. A piece larger than the whole 
 A receiver that has two pieces or more out gets no more than what is free beside them: alone it fills half of the buffer, and
 one that stands still, or has a slow network, leaves room for others. Where several do, `standstill` says whose turn is over.
 
-Until it is published a piece lies on the device, and takes as much there as a whole chunk, however few tokens it has; where
-both engines are in one process it stays there until it is discarded. Of such ones there are no more than fill the buffer.
+Until it is published a piece lies on the device, and takes as much there as a whole chunk, however few tokens it has; some
+backends keep it there, padded, until it is discarded. No more lies there than fills the buffer in whole chunks, and with such a
+backend a receiver has its share of that, as of the buffer.
 """
 
 from __future__ import annotations
@@ -66,8 +67,9 @@ class ExportQueue:
         self._turns: dict[str, dict[HandoffId, Source]] = {}  # by receiver: who may have something to cut; both in turn
         self._num_out: Counter[str] = Counter()  # pieces exported and not yet discarded, by receiver
         self._bytes_out: Counter[str] = Counter()
-        self._num_on_device = 0  # pieces
-        self._most_on_device = most_pieces_of(config, bytes_per_token)
+        self._free_tokens = most_pieces_of(config, bytes_per_token) * config.transfer_chunk_tokens  # on the device
+        self._device_tokens: Counter[str] = Counter()  # taken there, by receiver
+        self._is_staying = False  # whether they stay there once they are published: as the last one did
 
     @property
     def buffered_bytes(self) -> int:
@@ -80,7 +82,7 @@ class ExportQueue:
             self._turns.setdefault(ready.receiver, {}).setdefault(ready.handoff, ready)
         actions: list[ExportAction] = []
         num_passed = 0  # receivers, in turn, that have their share
-        while num_passed < len(self._turns) and self._num_on_device < self._most_on_device:
+        while num_passed < len(self._turns) and self._free_tokens >= self._config.transfer_chunk_tokens:
             receiver, sources = next(iter(self._turns.items()))
             found = self._next_of(sources)
             if found is None:
@@ -100,7 +102,8 @@ class ExportQueue:
             record.take(span, num_bytes, key)
             self._num_out[receiver] += 1
             self._bytes_out[receiver] += num_bytes
-            self._num_on_device += 1
+            record.pieces[key].device_tokens = self._config.transfer_chunk_tokens
+            self._take_device(receiver, self._config.transfer_chunk_tokens)
             sources[record.handoff] = sources.pop(record.handoff)
             actions.append(Export(record.handoff, record.engine_request_id, *span, key))
         return actions
@@ -122,12 +125,21 @@ class ExportQueue:
 
     def _has_share(self, receiver: str, num_bytes: int, free_bytes: int) -> bool:
         """Whether the receiver has enough out, so that others go first."""
-        return bool(receiver) and self._num_out[receiver] >= 2 and self._bytes_out[receiver] + num_bytes > free_bytes
+        if not receiver or self._num_out[receiver] < 2:
+            return False
+        has_device = self._device_tokens[receiver] + self._config.transfer_chunk_tokens > self._free_tokens
+        return (self._is_staying and has_device) or self._bytes_out[receiver] + num_bytes > free_bytes
 
-    def published(self, piece: OutgoingPiece, *, stays: bool) -> list[ExportAction]:
-        """The piece can be fetched. Unless it `stays` there it has left the device, and others may be cut."""
-        piece.published, piece.on_device = True, stays
-        self._num_on_device -= not stays
+    def _take_device(self, receiver: str, num_tokens: int) -> None:
+        """That many more, or less."""
+        self._free_tokens -= num_tokens
+        self._device_tokens[receiver] += num_tokens
+
+    def published(self, record: Source, piece: OutgoingPiece, *, stays_tokens: int) -> list[ExportAction]:
+        """A piece of `record` can be fetched. Until it is discarded it takes no more than `stays_tokens` of the device."""
+        self._is_staying = stays_tokens > 0
+        self._take_device(record.receiver, stays_tokens - piece.device_tokens)
+        piece.published, piece.device_tokens = True, stays_tokens
         return self.pump()
 
     def discard(self, record: Source, key: str) -> list[ExportAction]:
@@ -135,11 +147,11 @@ class ExportQueue:
         piece = record.pieces.pop(key, None)
         if piece is None:
             return []
-        self._num_on_device -= piece.on_device
+        self._take_device(record.receiver, -piece.device_tokens)
         self._num_out[record.receiver] -= 1
         self._bytes_out[record.receiver] -= piece.num_bytes
         if not self._num_out[record.receiver]:
-            del self._num_out[record.receiver], self._bytes_out[record.receiver]
+            del self._num_out[record.receiver], self._bytes_out[record.receiver], self._device_tokens[record.receiver]
         return [Discard(key)]
 
     def withdraw(self, record: Source) -> None:

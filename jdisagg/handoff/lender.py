@@ -102,8 +102,8 @@ class Lender:
 
     # --- the transfer
 
-    def on_published(self, handoff: HandoffId, ready: ChunkReady, now_s: float, *, stays: bool = False) -> list[LenderAction]:
-        """The piece can be fetched; it `stays` on the device until it is discarded, or has left it."""
+    def on_published(self, handoff: HandoffId, ready: ChunkReady, now_s: float, *, stays_tokens: int = 0) -> list[LenderAction]:
+        """The piece can be fetched; as many as `stays_tokens` lie on the device until it is discarded."""
         loan = self._loans.get(handoff)
         piece = None if loan is None else loan.pieces.get(ready.key)
         if loan is None or piece is None:
@@ -111,7 +111,7 @@ class Lender:
         if piece.published:
             return []
         loan.heard_s = max(loan.heard_s, now_s)
-        return [act.Send(handoff, ready), *self._exports.published(piece, stays=stays)]
+        return [act.Send(handoff, ready), *self._exports.published(loan, piece, stays_tokens=stays_tokens)]
 
     def on_publish_failed(self, handoff: HandoffId, key: str, reason: str) -> list[LenderAction]:
         """A piece never became fetchable: P computes what it has not got yet. One of a loan that is over changes nothing."""

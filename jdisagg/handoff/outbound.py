@@ -51,7 +51,7 @@ class OutgoingPiece:
     end: int
     num_bytes: int
     published: bool = False
-    on_device: bool = True  # whole, as it was gathered
+    device_tokens: int = 0  # as many as which it lies on the device
 
 
 @dataclass(slots=True)

@@ -171,8 +171,10 @@ class PrefillSide:
 
     # --- the transfer
 
-    def on_published(self, handoff: HandoffId, ready: ChunkReady, now_s: float, *, stays: bool = False) -> list[PrefillAction]:
-        """The piece can be fetched; it `stays` on the device until it is discarded, or has left it."""
+    def on_published(
+        self, handoff: HandoffId, ready: ChunkReady, now_s: float, *, stays_tokens: int = 0
+    ) -> list[PrefillAction]:
+        """The piece can be fetched; as many as `stays_tokens` lie on the device until it is discarded."""
         record = self._live.get(handoff)
         piece = None if record is None else record.pieces.get(ready.key)
         if record is None or piece is None:
@@ -180,7 +182,7 @@ class PrefillSide:
         if piece.published:
             return self._late()
         record.heard_s = max(record.heard_s, now_s)
-        return [act.Reply(handoff, ready), *self._exports.published(piece, stays=stays)]
+        return [act.Reply(handoff, ready), *self._exports.published(record, piece, stays_tokens=stays_tokens)]
 
     def on_publish_failed(self, handoff: HandoffId, key: str, reason: str) -> list[PrefillAction]:
         """The piece never became fetchable: once more, then the hand-off is refused."""

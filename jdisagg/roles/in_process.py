@@ -35,8 +35,8 @@ class InProcessPeers:
         self._decode_inbox = decode_inbox
 
     def open(self, peer: str, handoff: HandoffId, message: Open) -> None:
-        """Open a stream to the prefill engine."""
-        self._prefill_inbox.post(PeerOpened(handoff, message, peer, InProcessReply(self._decode_inbox, handoff)))
+        """Open a stream to the prefill engine, which has no other receiver to keep room for."""
+        self._prefill_inbox.post(PeerOpened(handoff, message, "", InProcessReply(self._decode_inbox, handoff)))
 
     def send(self, handoff: HandoffId, message: DecodeToPrefill) -> None:
         """Post to P."""

@@ -67,7 +67,7 @@ class KVLending:
     def on_published(self, event: Published | PublishFailed, now_s: float) -> list[act.Send]:
         """A transfer thread is through with a piece."""
         if isinstance(event, Published):
-            return self._execute(self._lender.on_published(event.handoff, event.ready, now_s, stays=event.stays))
+            return self._execute(self._lender.on_published(event.handoff, event.ready, now_s, stays_tokens=event.stays_tokens))
         self._metrics.transfer.failures.labels(backend=self._publisher.name, reason="publish").inc()
         log.warning("request %s: publishing lent KV failed: %s", event.handoff.request_id, event.reason)
         return self._execute(self._lender.on_publish_failed(event.handoff, event.key, event.reason))

@@ -95,8 +95,8 @@ class PrefillRole:
                 self._handoffs.on_heartbeat(handoff, now_s)
             case PieceArrived() | PieceFailed():
                 self._execute(self._borrowing.on_fetched(message, now_s), now_s)
-            case Published(handoff=handoff, ready=ready, stays=stays):
-                self._execute(self._handoffs.on_published(handoff, ready, now_s, stays=stays), now_s)
+            case Published(handoff=handoff, ready=ready, stays_tokens=stays_tokens):
+                self._execute(self._handoffs.on_published(handoff, ready, now_s, stays_tokens=stays_tokens), now_s)
             case PublishFailed(handoff=handoff, key=key, reason=reason, backend=backend):
                 self._metrics.transfer.failures.labels(backend=backend, reason="publish").inc()
                 self._change_backend(message)

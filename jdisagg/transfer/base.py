@@ -44,7 +44,7 @@ class Published:
 
     handoff: HandoffId
     ready: ChunkReady
-    stays: bool = False  # on the device, whole, until it is discarded
+    stays_tokens: int = 0  # as many as which it lies on the device until it is discarded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,7 +29,8 @@ class DevicePutPublisher:
         """Fetchable at once; the gather may still run, the fetch waits for it."""
         assert piece.begin < piece.end, f"piece [{piece.begin}, {piece.end}) of {handoff} is empty"
         self._pieces[key] = piece
-        self._post(Published(handoff=handoff, ready=announce(key, piece, checksum=0, backend=self.name), stays=True))
+        ready = announce(key, piece, checksum=0, backend=self.name)
+        self._post(Published(handoff=handoff, ready=ready, stays_tokens=piece.data.shape[1]))
 
     def get(self, key: str) -> Piece | None:
         """The piece, or None. Any thread."""

@@ -68,11 +68,11 @@ class _Copies:
         self._store = store
         self._checksums = checksums
 
-    def put(self, key: str, piece: Piece) -> ChunkReady:
+    def put(self, key: str, piece: Piece) -> tuple[ChunkReady, int]:
         data = pack(piece)
         locator = self._store.put(key, data)
         checksum = checksum_of(data) if self._checksums else 0
-        return announce(key, piece, checksum, backend=self._name, locator=locator)
+        return announce(key, piece, checksum, backend=self._name, locator=locator), 0
 
     def discard(self, key: str) -> None:
         self._store.discard(key)

@@ -82,7 +82,7 @@ class _Cuts:
         self._cutter = cutter
         self._offered: dict[str, tuple[TransferServer, Sequence[jax.Array]]] = {}  # from put to discard
 
-    def put(self, key: str, piece: Piece) -> ChunkReady:
+    def put(self, key: str, piece: Piece) -> tuple[ChunkReady, int]:
         num_parts = self._cutter.num_parts(piece.head_shards)
         num_tokens = self._cutter.padded(piece.end - piece.begin)
         slabs, checksum = self._cutter.cut(piece.arrays, num_parts, piece.end - piece.begin)
@@ -90,7 +90,7 @@ class _Cuts:
         uuid = server.offer(slabs)
         self._offered[key] = (server, slabs)
         locator = Locator(server.address, uuid, num_parts, num_tokens, self._cutter.sum_kind)
-        return announce(key, piece, checksum, backend=NAME, locator=str(locator))
+        return announce(key, piece, checksum, backend=NAME, locator=str(locator)), num_tokens
 
     def discard(self, key: str) -> None:
         if offer := self._offered.pop(key, None):

@@ -24,8 +24,9 @@ _EXPECTED = (RuntimeError, ValueError, MemoryError, OSError)  # of a device, an 
 class Offers(Protocol):
     """Pieces where D can get them. All run on the publisher's lane, `close` as the last."""
 
-    def put(self, key: str, piece: Piece) -> ChunkReady:
-        """Wait for the device and make the piece fetchable; returns its announcement. Whatever it raises fails this piece."""
+    def put(self, key: str, piece: Piece) -> tuple[ChunkReady, int]:
+        """Wait for the device and make the piece fetchable; returns its announcement, and as many as how many tokens it lies
+        on the device until it is discarded. Whatever it raises fails this piece."""
         ...
 
     def discard(self, key: str) -> None:
@@ -67,7 +68,7 @@ class LanePublisher:
         if key not in self._sizes:
             return
         try:
-            ready = self._offers.put(key, piece)
+            ready, stays_tokens = self._offers.put(key, piece)
         except Exception as error:  # whatever it is, it concerns this piece; the lane serves the next one
             level = logging.WARNING if isinstance(error, _EXPECTED) else logging.ERROR
             told = (self.name, piece.begin, piece.end, handoff, error)
@@ -77,7 +78,7 @@ class LanePublisher:
             self._fail(handoff, key, piece, f"device: {error}")
             return
         if key in self._sizes:
-            self._post(Published(handoff=handoff, ready=ready))
+            self._post(Published(handoff=handoff, ready=ready, stays_tokens=stays_tokens))
 
     def _fail(self, handoff: HandoffId, key: str, piece: Piece, reason: str) -> None:
         self._post(PublishFailed(handoff=handoff, key=key, begin=piece.begin, end=piece.end, reason=reason, backend=self.name))

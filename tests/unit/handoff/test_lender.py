@@ -59,7 +59,7 @@ def test_pieces_that_stay_on_the_device_fill_the_buffer_until_p_has_them() -> No
     side = lender(settings=replace(CONFIG, transfer_buffer_bytes=2 * CONFIG.transfer_chunk_tokens * BPT))
     side.on_message(H, replace(WANT, piece_tokens=1), 1.0)
     assert spans(side.on_message(H, Grant(credit_bytes=1000), 1.0)) == [(2, 3), (3, 4)]
-    assert spans(side.on_published(H, ready("k0", 2, 3), 1.1, stays=True)) == []
+    assert spans(side.on_published(H, ready("k0", 2, 3), 1.1, stays_tokens=CONFIG.transfer_chunk_tokens)) == []
     assert spans(side.on_message(H, Ack(key="k0"), 1.2)) == [(4, 5)]
 
 

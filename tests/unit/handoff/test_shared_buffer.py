@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
+
 from jdisagg.core.config import TransferConfig
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.messages import Ack, Grant, HandoffId, Open, Refused
@@ -103,17 +105,57 @@ def test_pieces_that_stay_on_the_device_fill_the_buffer_until_they_are_discarded
     """Where P and D are in one process nothing leaves it before: each is a whole chunk there, however few tokens it has."""
     side = prefill_side(TransferConfig(transfer_chunk_tokens=PIECE_TOKENS, transfer_buffer_bytes=2 * PIECE_TOKENS * BPT))
     handoff = HandoffId("r", 1)
-    side.open(handoff, Open(request=request(5), held_tokens=0, backend="fake", max_piece_tokens=1), 0.0, "next door")
+    side.open(handoff, Open(request=request(5), held_tokens=0, backend="fake", max_piece_tokens=1), 0.0)
     side.on_admitted(handoff, 0)
     side.on_message(handoff, Grant(credit_bytes=5 * BPT), 0.0)
     assert exports(side.on_computed("r#1", 5)) == [(0, 1), (1, 2)]
-    assert exports(side.on_published(handoff, ready("k0", 0, 1), 0.0, stays=True)) == []
-    assert exports(side.on_published(handoff, ready("k1", 1, 2), 0.0, stays=True)) == []
+    assert exports(side.on_published(handoff, ready("k0", 0, 1), 0.0, stays_tokens=PIECE_TOKENS)) == []
+    assert exports(side.on_published(handoff, ready("k1", 1, 2), 0.0, stays_tokens=PIECE_TOKENS)) == []
     assert exports(side.on_message(handoff, Ack(key="k0"), 0.0)) == [(2, 3)]
     assert exports(side.on_published(handoff, ready("k2", 2, 3), 0.0)) == [(3, 4)], "over another backend it leaves"
     assert exports(side.on_message(handoff, Ack(key="k1"), 0.0)) == [(4, 5)]
     assert side.release(handoff)
     assert side.is_idle
+
+
+class ShortPieces:
+    """Pieces of one token that stay on the device as `stays_tokens` until they are acknowledged; room for eight chunks."""
+
+    def __init__(self, stays_tokens: int) -> None:
+        self.side = prefill_side(
+            TransferConfig(transfer_chunk_tokens=PIECE_TOKENS, transfer_buffer_bytes=8 * PIECE_TOKENS * BPT)
+        )
+        self.stays_tokens = stays_tokens
+        self.num_published = 0
+        assert self.opened("first", num_tokens=1) == 1
+        self.side.on_message(HandoffId("first", 1), Ack(key="k0"), 0.0)
+
+    def opened(self, receiver: str, num_tokens: int = 40) -> int:
+        """A prompt of as many of them is computed, all are wanted, and all that are cut are published; returns how many are."""
+        handoff = HandoffId(receiver, 1)
+        asked = request(num_tokens, request_id=receiver)
+        self.side.open(handoff, Open(request=asked, held_tokens=0, backend="fake", max_piece_tokens=1), 0.0, receiver)
+        self.side.on_admitted(handoff, 0)
+        self.side.on_message(handoff, Grant(credit_bytes=num_tokens * BPT), 0.0)
+        cut = exports(self.side.on_computed(f"{receiver}#1", num_tokens))
+        num_cut = 0
+        while cut:
+            (begin, end), *cut = cut
+            key = f"k{self.num_published}"
+            cut += exports(self.side.on_published(handoff, ready(key, begin, end), 0.0, stays_tokens=self.stays_tokens))
+            self.num_published += 1
+            num_cut += 1
+        return num_cut
+
+
+@pytest.mark.parametrize(("stays_tokens", "num_alone"), [(4, 4), (2, 8), (1, 15), (0, 16)])
+def test_who_takes_nothing_of_what_stays_on_the_device_leaves_room_there_for_others(stays_tokens: int, num_alone: int) -> None:
+    """It counts as it lies there: padded. Alone a receiver has half of the device's room, as of the buffer's 32 tokens."""
+    pieces = ShortPieces(stays_tokens)
+    assert pieces.opened("stands-still") == num_alone
+    assert pieces.opened("takes") >= 2
+    assert pieces.opened("comes-late") >= 1
+    assert (pieces.num_published - 1) * stays_tokens <= 8 * PIECE_TOKENS
 
 
 def test_two_pieces_are_always_let_go_when_there_is_room_for_them() -> None:

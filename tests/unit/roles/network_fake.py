@@ -79,7 +79,7 @@ class Network:
 
 class FakePublisher:
     """`published`: the ranges that it was given, in order. While `trouble` names a reason, the next ones fail for it. With
-    `stays` pieces lie on the device until they are discarded; `most_held` of them there were."""
+    `stays` pieces lie on the device until they are discarded, as whole chunks; `most_held` of them there were."""
 
     def __init__(self, network: Network, inbox: Inbox, name: str = "fake") -> None:
         self.name = name
@@ -110,7 +110,7 @@ class FakePublisher:
         def store() -> None:
             if key in self._held:
                 self._network.pieces[key] = piece
-                self._inbox.post(Published(handoff=handoff, ready=ready, stays=self.stays))
+                self._inbox.post(Published(handoff=handoff, ready=ready, stays_tokens=CHUNK_TOKENS * self.stays))
 
         self._network.transfers.append(store)
 

@@ -8,7 +8,7 @@ import pytest
 
 from jdisagg.core.requests import SamplingParams
 from jdisagg.handoff.borrower import LONGEST_S
-from tests.unit.roles.network_fake import BYTES_PER_TOKEN
+from tests.unit.roles.network_fake import BYTES_PER_TOKEN, CHUNK_TOKENS
 from tests.unit.roles.second_turn import PROMPT, first_turn, moved, provenance_of, read, serve_second_turn, since
 from tests.unit.roles.world import World
 from tests.unit.sched.engine_fake import expected, request
@@ -32,18 +32,18 @@ def test_second_turn_moves_and_computes_exactly_what_is_missing() -> None:
 
 
 def test_what_d_lends_and_keeps_on_its_device_is_counted_there() -> None:
-    world, told = World(local_prefill=False, want_min_tokens=4), list[bool]()
+    world, told = World(local_prefill=False, want_min_tokens=4), list[int]()
     on_published = world.lender.on_published
 
-    def note(*event: Any, stays: bool) -> Any:
-        told.append(stays)
-        return on_published(*event, stays=stays)
+    def note(*event: Any, stays_tokens: int) -> Any:
+        told.append(stays_tokens)
+        return on_published(*event, stays_tokens=stays_tokens)
 
     world.lender.on_published = note  # type: ignore[method-assign]
     prompt = first_turn(world)
     world.lent.stays = True
     serve_second_turn(world, prompt)
-    assert told == [True, True]
+    assert told == [CHUNK_TOKENS, CHUNK_TOKENS]
 
 
 def test_third_turn_finds_what_was_borrowed_in_the_prefix_cache_of_p() -> None:

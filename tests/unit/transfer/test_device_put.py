@@ -45,4 +45,4 @@ def test_a_published_piece_stays_on_the_device_and_says_so() -> None:
     DevicePutPublisher(events.append).publish(H, "k", piece(tokens(5)))
     (event,) = events
     assert isinstance(event, Published)
-    assert event.stays
+    assert event.stays_tokens == CHUNK_TOKENS, "whole"

@@ -27,13 +27,13 @@ class Noted:
         self.rested = threading.Event()
         self.raises: dict[str, Exception] = {}
 
-    def put(self, key: str, piece: Piece) -> ChunkReady:
+    def put(self, key: str, piece: Piece) -> tuple[ChunkReady, int]:
         self.began.set()
         assert self.may_end.wait(WAIT_S)
         self.told.append(f"put {key}")
         if key in self.raises:
             raise self.raises[key]
-        return announce(key, piece, 0)
+        return announce(key, piece, 0), 0
 
     def discard(self, key: str) -> None:
         self.told.append(f"discard {key}")

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from jdisagg.transfer import host_backend
-from jdisagg.transfer.base import Piece
+from jdisagg.transfer.base import Piece, Published
 from tests.unit.transfer.rig import H, Rig, piece, tokens
 
 
@@ -18,6 +18,18 @@ def test_a_full_publisher_fails_the_piece_at_once_and_takes_the_next_when_it_has
     assert rig.publish_failed("k2", piece(tokens(5))).reason == "buffer_full"
     rig.publisher.discard("k")
     rig.published("k3", piece(tokens(5)))
+    rig.close()
+
+
+@pytest.mark.parametrize(("kind", "stays_tokens"), [("grpc", (0, 0)), ("tcp", (0, 0)), ("shm", (0, 0)), ("jax", (1, 8))])
+def test_what_of_a_piece_stays_on_the_device_is_told(kind: str, stays_tokens: tuple[int, int]) -> None:
+    """Over "jax" it is padded: five tokens are as many as eight."""
+    rig = Rig(kind).start()
+    for key, num_tokens, wanted in zip("ab", (1, 5), stays_tokens, strict=True):
+        rig.publisher.publish(H, key, piece(tokens(num_tokens)))
+        published = rig.event()
+        assert isinstance(published, Published)
+        assert published.stays_tokens == wanted
     rig.close()
 
 
