@@ -51,7 +51,9 @@ class LanePublisher:
         self._offers = offers
         self._post = post
         self._max_bytes = max_bytes
-        self._sizes: dict[str, int] = {}  # from publish to discard; no lock: both threads write, single dict operations only
+        # No lock: both threads write, single dict operations only.
+        self._sizes: dict[str, int] = {}  # from publish to discard
+        self._queued: dict[str, Piece] = {}  # until the lane has come to them: one that is discarded leaves the device at once
         self._lane = Lane(f"{name}-publish", offers.rest)
 
     def publish(self, handoff: HandoffId, key: str, piece: Piece) -> None:
@@ -61,11 +63,11 @@ class LanePublisher:
         if used and used + num_bytes > self._max_bytes:
             self._fail(handoff, key, piece, "buffer_full")
             return
-        self._sizes[key] = num_bytes
-        self._lane.submit(lambda: self._put(handoff, key, piece))
+        self._sizes[key], self._queued[key] = num_bytes, piece
+        self._lane.submit(lambda: self._put(handoff, key))
 
-    def _put(self, handoff: HandoffId, key: str, piece: Piece) -> None:
-        if key not in self._sizes:
+    def _put(self, handoff: HandoffId, key: str) -> None:
+        if (piece := self._queued.pop(key, None)) is None:
             return
         try:
             ready, stays_tokens = self._offers.put(key, piece)
@@ -84,7 +86,8 @@ class LanePublisher:
         self._post(PublishFailed(handoff=handoff, key=key, begin=piece.begin, end=piece.end, reason=reason, backend=self.name))
 
     def discard(self, key: str) -> None:
-        """Free the piece, behind whatever the transfer thread is doing."""
+        """Free the piece; one that is put or offered, behind whatever the transfer thread is doing."""
+        self._queued.pop(key, None)
         if self._sizes.pop(key, None) is not None:
             self._lane.submit(lambda: self._offers.discard(key))
 

@@ -3,6 +3,7 @@
 import logging
 import queue
 import threading
+import weakref
 
 import jax
 import pytest
@@ -84,6 +85,23 @@ def test_a_piece_discarded_before_its_turn_is_never_put() -> None:
     rig.offers.may_end.set()
     assert [rig.answer().handoff.request_id for _ in range(2)] == ["a", "c"]
     assert "put b" not in rig.offers.told
+    rig.publisher.close()
+
+
+def test_a_piece_discarded_before_its_turn_leaves_the_device_at_once() -> None:
+    """Others are cut in its place, while the one before it may be waiting for a step of seconds."""
+    rig = Rig()
+    rig.offers.may_end.clear()
+    rig.publish("a")
+    assert rig.offers.began.wait(WAIT_S)
+    piece = Piece(begin=0, end=1, data=jax.numpy.zeros((1, 1, 1, 1)))
+    data = weakref.ref(piece.data)
+    rig.publisher.publish(HandoffId("b", 0), "b", piece)
+    del piece
+    assert data() is not None
+    rig.publisher.discard("b")
+    assert data() is None
+    rig.offers.may_end.set()
     rig.publisher.close()
 
 
