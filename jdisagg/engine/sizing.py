@@ -16,7 +16,7 @@ from jdisagg.engine.buckets import SCORE_ROWS, decode_buckets, prefill_buckets
 from jdisagg.engine.device import DeviceShape
 from jdisagg.engine.host_copies import MOST_BYTES
 from jdisagg.engine.runner import RunnerShape
-from jdisagg.handoff.credit import most_pieces_of, most_waiting_of
+from jdisagg.handoff.credit import most_arriving_of, most_pieces_of
 from jdisagg.kv.layout import KVLayout
 from jdisagg.kv.pool import MIN_PAGES, num_pages_for_bytes
 from jdisagg.models.spec import ModelSpec
@@ -108,12 +108,12 @@ def steps_bytes(spec: ModelSpec, scheduler: SchedulerConfig) -> int:
 
 
 def moving_bytes(layout: KVLayout, config: Config, role: Role) -> int:
-    """What KV on its way takes on one device beside the pool: pieces that are published or lent, pieces that arrived and wait
-    for the engine (and one that comes: further peers' lie in what the share leaves), and copies to host memory and back."""
+    """What KV on its way takes on one device beside the pool: pieces that are published or lent, pieces that come or wait for
+    the engine, and copies to host memory and back."""
     transfer, per_token = config.transfer, layout.spec.bytes_per_token
     piece_bytes, num_pieces = transfer.transfer_chunk_tokens * per_token, 0
     if role is not Role.UNIFIED:
-        num_pieces = most_pieces_of(transfer, per_token) + most_waiting_of(transfer, per_token) + 1
+        num_pieces = most_pieces_of(transfer, per_token) + most_arriving_of(transfer, per_token)
     copies_bytes = 2 * max(MOST_BYTES, piece_bytes) if config.scheduler.host_kv_bytes else 0
     return (num_pieces * piece_bytes + copies_bytes) // layout.piece_shards
 

@@ -27,9 +27,9 @@ def most_pieces_of(config: TransferConfig, bytes_per_token: int) -> int:
     return -(-config.transfer_buffer_bytes // (config.transfer_chunk_tokens * bytes_per_token))
 
 
-def most_waiting_of(config: TransferConfig, bytes_per_token: int) -> int:
-    """The same of pieces that have arrived and wait for their engine: while one does, the next may come."""
-    return max(2, most_pieces_of(config, bytes_per_token))
+def most_arriving_of(config: TransferConfig, bytes_per_token: int) -> int:
+    """The same of pieces that have arrived and wait for their engine, two or more, and one that comes."""
+    return max(2, most_pieces_of(config, bytes_per_token)) + 1
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ import logging
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from time import monotonic
 from typing import Any
 
@@ -19,7 +20,7 @@ from jdisagg.engine.build import make_runner
 from jdisagg.engine.costs import measure_retraction_cost
 from jdisagg.engine.runner import ModelRunner
 from jdisagg.engine.warmup import warm_up
-from jdisagg.handoff.credit import most_waiting_of
+from jdisagg.handoff.credit import most_arriving_of
 from jdisagg.handoff.identity import Backend, CacheGroup, Identity
 from jdisagg.kv.spec import KVSpec
 from jdisagg.models.load import LoadedModel, load_model
@@ -60,12 +61,12 @@ class Core:
         """KV of one token, unsharded."""
         return self.loaded.spec.kv_spec(self.loaded.kv_dtype)
 
-    @property
+    @cached_property
     def piece_target(self) -> PieceTarget:
-        """What arriving pieces must become for this engine's import executable."""
-        most_waiting = most_waiting_of(self.config.transfer, self.kv_spec.bytes_per_token)
+        """What arriving pieces must become for this engine's import executable, and the room for them, which all share."""
         sharding, chunk_tokens = self.runner.device.piece_sharding, self.runner.chunk_tokens
-        return PieceTarget.of(self.kv_spec, sharding, chunk_tokens, most_waiting=most_waiting)
+        most_tokens = most_arriving_of(self.config.transfer, self.kv_spec.bytes_per_token) * chunk_tokens
+        return PieceTarget.of(self.kv_spec, sharding, chunk_tokens, most_tokens=most_tokens)
 
     def identity(self, backends: Sequence[Backend]) -> Identity:
         """What Hello says of this engine; `backends` in order of preference."""

@@ -18,6 +18,7 @@ from typing import Protocol
 import jax
 
 from jdisagg.handoff.messages import ChunkReady, HandoffId
+from jdisagg.transfer.room import Taken
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +32,7 @@ class Piece:
     group: int = 0
     head_shards: int = 1  # what the receiver's mesh splits the heads into; only backends that move device arrays ask
     receiver: str = ""  # who will fetch it; a receiver that stands still must not hold up pieces of others
+    taken: Taken | None = None  # the room that it takes on D's device
 
     @property
     def arrays(self) -> tuple[jax.Array, ...]:

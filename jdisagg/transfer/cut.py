@@ -145,12 +145,18 @@ class Joiner:
         ends = list(accumulate(counts))
         return [slabs[end - count : end] for count, end in zip(counts, ends, strict=True)]
 
+    def is_whole(self, num_parts: int, num_tokens: int) -> bool:
+        """Whether the arrays come as they are, one slab for each shard: what came is their memory."""
+        parts = zip(self.part_shapes(num_parts, num_tokens), self._dtypes, strict=True)
+        is_slab = all(len(slabs_of(part, dtype)) == 1 for part, dtype in parts)
+        return is_slab and num_parts == self.mesh.num_shards and num_tokens == self._chunk_tokens
+
     def join(self, slabs: Sequence[jax.Array], num_parts: int, num_tokens: int, kind: SumKind) -> tuple[list[jax.Array], int]:
         """The arrays, padded with zeros, on the devices of `mesh`, and the slabs' checksum of this `kind`. Waits. Arrays that
         came whole are the slabs' memory."""
         of_arrays = self.by_array(slabs, num_parts, num_tokens)
         slices = [self.mesh.slices(of_array) for of_array in of_arrays]
-        if all(len(of_array) == 1 for of_array in slices) and num_tokens == self._chunk_tokens:
+        if self.is_whole(num_parts, num_tokens):
             arrays = [of_array[0] for of_array in slices]
         else:
             flat = [one for of_array in slices for one in of_array]

@@ -53,17 +53,17 @@ class DevicePutPublisher:
 def device_put_fetcher(publisher: DevicePutPublisher, target: PieceTarget, post: Post, example: KVGroup) -> LaneFetcher:
     """D's half. Copies `example`, arrays that lie like P's pieces, at once: one device to many compiles a slicing program."""
     target.place(example)
-    return LaneFetcher("device_put", partial(_obtain, publisher, target), post, most_waiting=target.most_waiting)
+    return LaneFetcher("device_put", partial(_obtain, publisher, target), post)
 
 
 def _obtain(publisher: DevicePutPublisher, target: PieceTarget, job: FetchJob) -> Piece:
-    ready = job.ready
+    ready, taken = job.ready, job.await_room(target.room, target.chunk_tokens)  # before P's piece is held here
     piece = publisher.get(ready.key)
     if piece is None:
         raise PieceError("unknown_key", f"no piece {ready.key!r} here: acknowledged, or its lease is over")
     target.check(ready)
     rows = KVGroup(piece.data, piece.scales) if target.fits(piece) else _reshaped(piece, target, ready)
-    return target.arrived(ready, rows)
+    return target.arrived(ready, rows, taken)
 
 
 def _reshaped(piece: Piece, target: PieceTarget, ready: ChunkReady) -> KVGroup:

@@ -96,7 +96,7 @@ def host_fetcher(
     """D's half. Before closing it, close a source whose reads may be waiting on a dead peer. Pieces land in `buffers`, which
     several may share. `on_end(peer)`: nothing was read from the peer for a while."""
     reads = _Reads(source, target, buffers or Buffers())
-    return LaneFetcher(name, reads.obtain, post, on_end=on_end, most_waiting=target.most_waiting)
+    return LaneFetcher(name, reads.obtain, post, on_end=on_end)
 
 
 class _Reads:
@@ -110,7 +110,8 @@ class _Reads:
     def obtain(self, job: FetchJob) -> Piece:
         self._target.check(job.ready)
         data, checksum = self._read(job)
-        return self._target.arrived(job.ready, self._target.unpack(data, job.ready, checksum))
+        rows = self._target.unpack(data, job.ready, checksum)
+        return self._target.arrived(job.ready, rows, job.await_room(self._target.room, self._target.chunk_tokens))
 
     def _read(self, job: FetchJob) -> tuple[memoryview, int]:
         """What arrived, and its checksum if one was announced."""

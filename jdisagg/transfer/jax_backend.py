@@ -31,6 +31,7 @@ from jdisagg.transfer.jax_receivers import ServerPerReceiver
 from jdisagg.transfer.jax_server import Pull, TransferConnection, TransferServer, TransferServers
 from jdisagg.transfer.lanes import FetchJob, LaneFetcher
 from jdisagg.transfer.publisher import LanePublisher
+from jdisagg.transfer.room import Taken
 from jdisagg.transfer.sums import SumKind, sum_on_host
 from jdisagg.transfer.target import PieceError, PieceTarget, announce
 
@@ -110,7 +111,7 @@ class _Cuts:
 def jax_fetcher(servers: TransferServers, joiner: Joiner, target: PieceTarget, post: Post) -> LaneFetcher:
     """D's half."""
     pulls = _Pulls(servers, joiner, target)
-    fetcher = LaneFetcher(NAME, pulls.obtain, post, on_end=pulls.disconnect, most_waiting=target.most_waiting)
+    fetcher = LaneFetcher(NAME, pulls.obtain, post, on_end=pulls.disconnect)
     pulls.behind = fetcher.behind
     return fetcher
 
@@ -131,32 +132,53 @@ class _Pulls:
         ready = job.ready
         self._target.check(ready)
         locator = Locator.of(ready, self._target)
-        known = ready.dtype == self._target.dtype and self._joiner.knows(locator.num_parts, locator.num_tokens)
-        connection, pull = job.begun or self._begin(job, locator)
+        known = self._knows(locator, ready)
+        if job.begun is None:
+            job.begun = self._begin(job, locator, job.await_room(self._target.room, self._num_tokens(locator, ready)))
+        connection, pull, taken = job.begun
         self._begin_behind(job, connection)
         slabs = connection.end(pull, job.deadline_s, lambda: job.cancelled, lambda: self._begin_behind(job, connection))
         try:
             rows = self._joined(slabs, locator, ready) if known else self._through_host(slabs, locator, ready)
         except RuntimeError as error:
             raise PieceError("device", str(error)) from error
-        return self._target.arrived(ready, rows, alias=True)
+        job.begun = None
+        del pull, slabs  # all who had what came, if it was copied
+        taken.shrink(self._target.chunk_tokens)
+        return self._target.arrived(ready, rows, taken, alias=True)
 
-    def _begin(self, job: FetchJob, locator: Locator) -> tuple[TransferConnection, Pull]:
+    def _knows(self, locator: Locator, ready: ChunkReady) -> bool:
+        return ready.dtype == self._target.dtype and self._joiner.knows(locator.num_parts, locator.num_tokens)
+
+    def _num_tokens(self, locator: Locator, ready: ChunkReady) -> int:
+        """As many as which the piece takes on the device: what comes lies there from the begin of the pull on, and, where that
+        is not the piece itself, beside what is made of it there."""
+        if self._knows(locator, ready):
+            is_whole = self._joiner.is_whole(locator.num_parts, locator.num_tokens)
+            return locator.num_tokens + (0 if is_whole else self._target.chunk_tokens)
+        came = locator.num_tokens * NP_DTYPES[ready.dtype].itemsize
+        return max(self._target.chunk_tokens, -(-came // NP_DTYPES[self._target.dtype].itemsize))
+
+    def _begin(self, job: FetchJob, locator: Locator, taken: Taken) -> tuple[TransferConnection, Pull, Taken]:
         connection = self._connection(job.peer, locator.address)
-        return connection, connection.begin(locator.uuid, self._specs(job.ready.dtype, locator), job.deadline_s)
+        return connection, connection.begin(locator.uuid, self._specs(job.ready.dtype, locator), job.deadline_s), taken
 
     def _begin_behind(self, job: FetchJob, connection: TransferConnection) -> None:
-        """Begin to pull what comes next over the same connection, up to what ends that by connecting to another server. What
-        fails here fails again when its turn has come."""
+        """Begin to pull what comes next over the same connection, while there is room, up to what ends it by connecting to
+        another server. What fails here fails again when its turn has come."""
         wanted = (following for following in self.behind(job) if following.begun or not following.cancelled)
         for following in islice(wanted, PULLS_AHEAD):
             if following.begun is None and connection.is_open:
                 with suppress(PieceError):
-                    self._target.check(following.ready)
+                    if following.num_tokens is None:
+                        self._target.check(following.ready)
+                        following.num_tokens = self._num_tokens(Locator.of(following.ready, self._target), following.ready)
+                    if (taken := self._target.room.take(following.num_tokens, is_ahead=True)) is None:
+                        return
                     locator = Locator.of(following.ready, self._target)
                     if self._connections.get(job.peer) != (locator.address, connection):
                         return
-                    following.begun = self._begin(following, locator)
+                    following.begun = self._begin(following, locator, taken)
 
     def _specs(self, dtype: str, locator: Locator) -> list[jax.ShapeDtypeStruct]:
         if dtype not in self._forms:

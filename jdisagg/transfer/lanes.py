@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 
 from jdisagg.handoff.messages import ChunkReady, HandoffId
 from jdisagg.transfer.base import Piece, PieceArrived, PieceFailed, Post
+from jdisagg.transfer.room import Room, Taken
 from jdisagg.transfer.target import PieceError
 
 log = logging.getLogger(__name__)
@@ -83,35 +83,28 @@ class FetchJob:
     deadline_s: float
     cancelled: bool = False
     begun: Any = None  # of a backend that begins before the job's turn has come
+    num_tokens: int | None = None  # that it takes on the device from then on, once somebody has looked
+    waited_s: float = 0.0  # for room
 
-
-class Waiting:
-    """Pieces that have arrived, until nobody looks at them any more: the engine has imported or dropped them. Each lies padded
-    to a whole chunk on the device, beside the pool."""
-
-    def __init__(self, most: int | None) -> None:
-        self._most = most
-        self._pieces = deque[None]()  # one entry each
-
-    def add(self, piece: Piece) -> None:
-        """It is on the device. There may be one more for every lane than `await_room` waits for: a peer that is slow must not
-        keep the room from others."""
-        if self._most is not None:
-            self._pieces.append(None)
-            weakref.finalize(piece.data, self._pieces.pop).atexit = False  # may run anywhere: it takes no lock
-
-    def await_room(self, job: FetchJob) -> None:
-        """Return when the engine has taken what waits for it, the job is cancelled or its time is over."""
-        while self._most is not None and len(self._pieces) >= self._most:
-            if job.cancelled or monotonic() >= job.deadline_s:
-                return
+    def await_room(self, room: Room, num_tokens: int) -> Taken:
+        """Wait for it, on the job's lane: until the engine has taken what waits for it. Raises PieceError("connection" |
+        "timeout") when the job is cancelled or its time is over."""
+        began_s = monotonic()
+        while (taken := room.take(num_tokens)) is None:
+            if self.cancelled:
+                raise PieceError("connection", "cancelled")
+            if monotonic() >= self.deadline_s:
+                raise PieceError("timeout", "the deadline passed while those before it waited for their engine")
             sleep(LOOK_S)
+        self.waited_s = monotonic() - began_s
+        return taken
 
 
 class LaneFetcher:
     """A backend's Fetcher: runs `obtain(job)` on the lane of the job's peer and posts what came of it.
 
-    `obtain` returns the placed piece or raises PieceError; one that takes its time looks at `job.cancelled` now and then.
+    `obtain` takes room for the piece and returns it placed, or raises PieceError; one that takes its time looks at
+    `job.cancelled` now and then.
     fetch and cancel are for the engine thread and never wait for a transfer; close is for whoever has stopped that one, and
     waits for the threads to end.
     """
@@ -123,10 +116,8 @@ class LaneFetcher:
         post: Post,
         *,
         on_end: Callable[[str], None] = lambda peer: None,
-        most_waiting: int | None = None,
     ) -> None:
-        """`name`: the backend's; `on_end(peer)` runs on the peer's lane when that is idle, and before it ends. While
-        `most_waiting` pieces that came are not imported (or dropped) yet, no lane begins with another one."""
+        """`name`: the backend's; `on_end(peer)` runs on the peer's lane when that is idle, and before it ends."""
         self.name = name
         self._obtain = obtain
         self._post = post
@@ -135,7 +126,6 @@ class LaneFetcher:
         self._lock = threading.Lock()  # of these: whoever finds a lane submits to it before it can end
         self._jobs: dict[str, deque[FetchJob]] = {}  # by peer, in the order of its lane; there as long as that is. Written
         # here, popped by lanes: single operations only
-        self._waiting = Waiting(most_waiting)
         self._closed = False
 
     def fetch(self, handoff: HandoffId, peer: str, ready: ChunkReady, deadline_s: float) -> None:
@@ -214,7 +204,6 @@ class LaneFetcher:
 
     def _run(self, job: FetchJob) -> None:
         try:
-            self._waiting.await_room(job)
             event = None if job.cancelled else self._outcome(job)
         finally:
             self._jobs[job.peer].popleft()
@@ -228,7 +217,6 @@ class LaneFetcher:
                 was = "before the fetch began" if job.begun is None else "while it was on its way, behind others"
                 raise PieceError("timeout", f"the deadline passed {was}")
             piece = self._obtain(job)
-            self._waiting.add(piece)
         except PieceError as error:
             return PieceFailed(handoff=job.handoff, ready=job.ready, reason=error.reason, detail=error.detail)
         except Exception as error:  # whatever it is, it concerns this piece; the lane serves the next one
@@ -239,4 +227,4 @@ class LaneFetcher:
             "request %s: piece [%d, %d), %d bytes, fetched from %.6f to %.6f",
             *(job.handoff.request_id, ready.begin, ready.end, ready.num_bytes, started_s, ended_s),
         )
-        return PieceArrived(handoff=job.handoff, ready=ready, piece=piece, seconds=ended_s - started_s)
+        return PieceArrived(handoff=job.handoff, ready=ready, piece=piece, seconds=ended_s - started_s - job.waited_s)

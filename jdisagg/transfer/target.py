@@ -8,7 +8,7 @@ piece's `arrays`, and do not know this, but for "jax": it joins and pads on the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 
@@ -23,6 +23,7 @@ from jdisagg.transfer.base import Piece
 from jdisagg.transfer.buffers import aligned, aligned_empty
 from jdisagg.transfer.convert import NP_DTYPES, convert
 from jdisagg.transfer.host_copy import on_host
+from jdisagg.transfer.room import Room, Taken
 
 
 class PieceError(Exception):
@@ -44,13 +45,13 @@ class PieceTarget:
     num_layers: int
     num_kv_heads: int
     features: int
-    most_waiting: int | None = None  # pieces that may have arrived and wait for their engine; None = as many as come
+    room: Room = field(default_factory=Room)  # for them, beside the pool
 
     @classmethod
     def of(
-        cls, spec: KVSpec, sharding: jax.sharding.Sharding, chunk_tokens: int, *, most_waiting: int | None = None
+        cls, spec: KVSpec, sharding: jax.sharding.Sharding, chunk_tokens: int, *, most_tokens: int | None = None
     ) -> PieceTarget:
-        """The target of pieces for a group of `spec` whose imports are sharded like `sharding`."""
+        """The target of pieces for a group of `spec` whose imports are sharded like `sharding`; room for `most_tokens`."""
         return cls(
             sharding=sharding,
             dtype=spec.dtype,
@@ -58,7 +59,7 @@ class PieceTarget:
             num_layers=spec.num_layers,
             num_kv_heads=spec.num_kv_heads,
             features=spec.features,
-            most_waiting=most_waiting,
+            room=Room(most_tokens),
         )
 
     @property
@@ -119,10 +120,10 @@ class PieceTarget:
             return jax.device_put(rows, self.sharding, may_alias=alias)
         return jax.make_array_from_callback(rows.shape, self.sharding, lambda shard: aligned(rows[shard]))
 
-    def arrived(self, ready: ChunkReady, rows: KVGroup, *, alias: bool = False) -> Piece:
-        """The piece as D's engine takes it: `rows` are on D's devices, see `place`."""
+    def arrived(self, ready: ChunkReady, rows: KVGroup, taken: Taken | None = None, *, alias: bool = False) -> Piece:
+        """The piece as D's engine takes it: `rows` are put onto D's devices, see `place`, in the room that was `taken`."""
         placed = self.place(rows, alias=alias)
-        return Piece(begin=ready.begin, end=ready.end, data=placed.data, scales=placed.scales, group=ready.group)
+        return Piece(begin=ready.begin, end=ready.end, data=placed.data, scales=placed.scales, group=ready.group, taken=taken)
 
 
 def num_bytes_of(piece: Piece) -> int:

@@ -41,9 +41,14 @@ def test_decode_workers_that_come_back_elsewhere_leave_no_channel_behind(monkeyp
         close()
 
 
-@pytest.mark.parametrize(("buffer_bytes", "most"), [(1, 2), (16 * 10, 10), (16 * 10 + 1, 11)])
-def test_as_many_pieces_wait_for_an_engine_as_fill_its_buffer_as_whole_chunks(buffer_bytes: int, most: int) -> None:
+@pytest.mark.parametrize(("buffer_bytes", "most"), [(1, 3), (16 * 10, 11), (16 * 10 + 1, 12)])
+def test_as_many_pieces_arrive_as_fill_the_buffer_of_an_engine_as_whole_chunks_and_one_more(
+    buffer_bytes: int, most: int
+) -> None:
     config = Config(transfer=TransferConfig(transfer_chunk_tokens=4, transfer_buffer_bytes=buffer_bytes))
     runner = SimpleNamespace(device=SimpleNamespace(piece_sharding=jnp.zeros(1).sharding), chunk_tokens=4)
     core = SimpleNamespace(config=config, kv_spec=SPEC, runner=runner)
-    assert cast(Any, Core.piece_target).fget(core).most_waiting == most
+    room = cast(Any, Core.piece_target).func(core).room
+    taken = [room.take(4) for _ in range(most)]
+    assert None not in taken
+    assert room.take(1) is None

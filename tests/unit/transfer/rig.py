@@ -27,6 +27,7 @@ from jdisagg.transfer.grpc_backend import PieceStore
 from jdisagg.transfer.host_backend import host_fetcher, host_publisher
 from jdisagg.transfer.jax_backend import jax_fetcher, jax_publisher
 from jdisagg.transfer.jax_server import TransferServers
+from jdisagg.transfer.room import Room
 from jdisagg.transfer.shm_backend import ShmSource, ShmStore
 from jdisagg.transfer.target import PieceTarget
 from jdisagg.transfer.tcp_source import TcpSource
@@ -150,9 +151,9 @@ class Rig:
         dtype: str = "float32",
         chunk_tokens: int = CHUNK_TOKENS,
         heads: int = HEADS,
-        most_waiting: int | None = None,
+        most_tokens: int | None = None,
     ) -> Rig:
-        target = replace(TARGET, dtype=dtype, chunk_tokens=chunk_tokens, num_kv_heads=heads, most_waiting=most_waiting)
+        target = replace(TARGET, dtype=dtype, chunk_tokens=chunk_tokens, num_kv_heads=heads, room=Room(most_tokens))
         post = self.events.put
         match self.kind:
             case "fake":

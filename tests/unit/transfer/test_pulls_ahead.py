@@ -18,7 +18,7 @@ from jdisagg.transfer.jax_backend import PULLS_AHEAD, jax_fetcher
 from jdisagg.transfer.jax_server import TransferServers
 from jdisagg.transfer.lanes import FetchJob, LaneFetcher
 from jdisagg.transfer.target import PieceError
-from tests.unit.transfer.rig import CHUNK_TOKENS, HEADS, TARGET, Rig, joiner, piece, tokens, transfer_servers
+from tests.unit.transfer.rig import CHUNK_TOKENS, HEADS, TARGET, H, Rig, joiner, piece, tokens, transfer_servers
 from tests.unit.waiting import until
 
 GONE, SILENT = HandoffId("gone", 1), HandoffId("silent", 1)
@@ -63,6 +63,22 @@ def test_the_next_pieces_arrive_while_one_is_waited_for() -> None:
     rig.fetcher.cancel(SILENT)
     events = [rig.event() for _ in readies[1:]]
     assert [event.ready.key for event in events if isinstance(event, PieceArrived)] == [one.key for one in readies[1:]]
+    rig.close()
+
+
+def test_what_is_pulled_ahead_of_its_turn_leaves_room_to_other_peers() -> None:
+    """It lies on the device from the begin of its pull on, and whoever sends the piece before it may be slow."""
+    rig = Rig("jax").start(most_tokens=3 * CHUNK_TOKENS)
+    *slow, quick = (rig.published(f"k{index}", piece(tokens(CHUNK_TOKENS))) for index in range(PULLS_AHEAD + 2))
+    rig.fetch(renamed(slow[0], "aba"), SILENT, within_s=120.0)
+    for ready in slow[1:]:
+        rig.fetch(ready, SILENT, within_s=120.0)
+    jobs = queued(rig)
+    until(lambda: jobs[1].begun and jobs[1].begun[1].is_through)
+    rig.fetcher.fetch(H, "another", quick, time.monotonic() + 120.0)
+    assert rig.event().ready.key == quick.key
+    assert [job.begun is not None for job in jobs[1:]] == [True, False, False]
+    rig.fetcher.cancel(SILENT)
     rig.close()
 
 

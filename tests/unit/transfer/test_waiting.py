@@ -1,19 +1,23 @@
-"""Pieces that wait for their engine lie beside its pool, each as large as a whole chunk: there are only so many of them."""
+"""Pieces that come, and wait for their engine, lie beside its pool: there is only so much of them, over whichever backends."""
 
 from __future__ import annotations
 
 import queue
 import threading
+from dataclasses import replace
 from time import monotonic, sleep
 
 import numpy as np
 import pytest
 
 from jdisagg.handoff.messages import HandoffId
-from jdisagg.transfer.base import Piece, PieceArrived, PieceFailed, TransferEvent
+from jdisagg.transfer.base import Piece, PieceArrived, PieceFailed, Published, TransferEvent
+from jdisagg.transfer.grpc_backend import PieceStore
+from jdisagg.transfer.host_backend import host_fetcher, host_publisher
 from jdisagg.transfer.lanes import FetchJob, LaneFetcher
+from jdisagg.transfer.room import Room
 from tests.unit.transfer.lane_kit import READY
-from tests.unit.transfer.rig import H, Rig, piece, tokens
+from tests.unit.transfer.rig import CHUNK_TOKENS, TARGET, H, LocalSource, Rig, piece, tokens
 
 
 def never_comes(events: queue.SimpleQueue[TransferEvent]) -> bool:
@@ -23,7 +27,7 @@ def never_comes(events: queue.SimpleQueue[TransferEvent]) -> bool:
 
 @pytest.mark.parametrize("kind", ["grpc", "tcp", "shm", "jax", "device_put"])
 def test_the_next_piece_comes_when_the_engine_has_taken_one(kind: str) -> None:
-    rig = Rig(kind).start(most_waiting=1)
+    rig = Rig(kind).start(most_tokens=CHUNK_TOKENS)
     first, second = (rig.published(key, piece(tokens(1))) for key in ("a", "b"))
     for ready in (first, second):
         rig.fetcher.fetch(H, rig.peer, ready, monotonic() + 60.0)
@@ -31,25 +35,79 @@ def test_the_next_piece_comes_when_the_engine_has_taken_one(kind: str) -> None:
     assert isinstance(arrived, PieceArrived)
     assert arrived.ready == first
     assert never_comes(rig.events), "one waits already"
+    sleep(1.0)
     del arrived
     assert isinstance(following := rig.events.get(timeout=30.0), PieceArrived)
     assert following.ready == second
+    assert following.seconds < 1.0, "it takes the network no longer than the engine lets it wait"
     rig.close()
 
 
-def small(job: FetchJob) -> Piece:
-    return Piece(begin=0, end=1, data=np.zeros(1))
+@pytest.mark.parametrize("kind", ["grpc", "shm", "jax", "device_put"])
+def test_however_many_peers_send_no_more_pieces_lie_on_the_device_than_it_has_room_for(kind: str) -> None:
+    rig = Rig(kind).start(most_tokens=2 * CHUNK_TOKENS)
+    readies = [rig.published(f"k{index}", piece(tokens(CHUNK_TOKENS))) for index in range(5)]
+    for index, ready in enumerate(readies):
+        rig.fetcher.fetch(H, f"{rig.peer}{index}", ready, monotonic() + 60.0)
+    arrived = [rig.events.get(timeout=30.0) for _ in range(2)]
+    assert never_comes(rig.events)
+    for _ in readies[2:]:
+        del arrived[0]
+        arrived.append(rig.events.get(timeout=30.0))
+        assert never_comes(rig.events)
+    assert all(isinstance(event, PieceArrived) for event in arrived)
+    rig.close()
+
+
+def test_what_comes_over_several_backends_shares_the_room() -> None:
+    target = replace(TARGET, room=Room(CHUNK_TOKENS))
+    posted, store = queue.SimpleQueue[TransferEvent](), PieceStore()
+    publisher = host_publisher("grpc", store, posted.put, max_bytes=2**20)
+    fetchers = [host_fetcher(name, LocalSource(store), target, posted.put) for name in ("one", "two")]
+    readies = []
+    for key in "ab":
+        publisher.publish(H, key, piece(tokens(1)))
+        published = posted.get(timeout=30.0)
+        assert isinstance(published, Published)
+        readies.append(published.ready)
+    for fetcher, ready in zip(fetchers, readies, strict=True):
+        fetcher.fetch(H, "p:1", ready, monotonic() + 60.0)
+    arrived = posted.get(timeout=30.0)
+    assert isinstance(arrived, PieceArrived)
+    assert never_comes(posted)
+    del arrived
+    assert isinstance(posted.get(timeout=30.0), PieceArrived)
+    for end in (*fetchers, publisher):
+        end.close()
+
+
+def test_a_piece_that_did_not_come_leaves_its_room_to_others() -> None:
+    rig = Rig("jax").start(most_tokens=CHUNK_TOKENS)
+    bad, good = (rig.published(key, piece(tokens(CHUNK_TOKENS))) for key in "ab")
+    assert isinstance(rig.failed(replace(bad, checksum=bad.checksum ^ 1)), PieceFailed)
+    rig.arrived(good)
+    rig.close()
+
+
+class Small:
+    """Obtains pieces of one token, in room for one of them."""
+
+    def __init__(self) -> None:
+        self.room = Room(1)
+
+    def __call__(self, job: FetchJob) -> Piece:
+        return Piece(begin=0, end=1, data=np.zeros(1), taken=job.await_room(self.room, 1))
 
 
 def test_a_peer_that_is_slow_keeps_no_room_from_others() -> None:
-    posted, slow = queue.SimpleQueue[TransferEvent](), threading.Event()
+    posted, slow, small = queue.SimpleQueue[TransferEvent](), threading.Event(), Small()
 
     def obtain(job: FetchJob) -> Piece:
         if job.peer == "slow:1":
             slow.wait(60.0)
         return small(job)
 
-    fetches = LaneFetcher("test", obtain, posted.put, most_waiting=1)
+    fetches = LaneFetcher("test", obtain, posted.put)
     for peer in ("slow:1", "quick:1", "quick:1"):
         fetches.fetch(HandoffId(peer, 1), peer, READY, monotonic() + 60.0)
     for _ in range(2):
@@ -60,7 +118,7 @@ def test_a_peer_that_is_slow_keeps_no_room_from_others() -> None:
 
 def test_a_fetch_that_waits_for_the_engine_ends_with_its_time() -> None:
     posted = queue.SimpleQueue[TransferEvent]()
-    fetches = LaneFetcher("test", small, posted.put, most_waiting=1)
+    fetches = LaneFetcher("test", Small(), posted.put)
     fetches.fetch(HandoffId("first", 1), "p:1", READY, monotonic() + 60.0)
     first = posted.get(timeout=30.0)
     fetches.fetch(HandoffId("late", 1), "p:1", READY, monotonic() + 0.05)
@@ -73,7 +131,7 @@ def test_a_fetch_that_waits_for_the_engine_ends_with_its_time() -> None:
 
 def test_closing_waits_for_no_engine() -> None:
     posted = queue.SimpleQueue[TransferEvent]()
-    fetches = LaneFetcher("test", small, posted.put, most_waiting=1)
+    fetches = LaneFetcher("test", Small(), posted.put)
     for name in ("first", "second"):
         fetches.fetch(HandoffId(name, 1), "p:1", READY, monotonic() + 60.0)
     first = posted.get(timeout=30.0)
