@@ -12,6 +12,7 @@ from jdisagg.core.errors import Overloaded
 from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.borrower import LONGEST_S, Borrowed, Borrower, BorrowerAction
+from jdisagg.handoff.credit import most_pieces_of
 from jdisagg.handoff.messages import HandoffId, StreamEnded
 from jdisagg.handoff.prefill_side import PrefillSide
 from jdisagg.sched.stops import find_stop
@@ -35,6 +36,8 @@ class Prefiller:
         self.computed: dict[str, int] = {}
         self.exporting: list[act.Export] = []
         self.held_bytes: dict[str, int] = {}
+        self.on_device: dict[str, int] = {}  # tokens, padding included
+        self.keeps_on_device = peer == "p0"  # what it publishes: padded to one token, or to a chunk
         self.ranges: dict[str, tuple[int, int]] = {}
         self.credit: dict[HandoffId, int] = {}
         self.spent: dict[HandoffId, int] = {}
@@ -79,9 +82,13 @@ class Prefiller:
                     self.held_bytes[key] = size
                     held = sum(self.held_bytes.values())
                     assert held <= self.config.transfer_buffer_bytes or len(self.held_bytes) == 1, "bounded buffer"
+                    self.on_device[key] = chunk_tokens = self.config.transfer_chunk_tokens
+                    most_tokens = most_pieces_of(self.config, BPT) * chunk_tokens
+                    assert sum(self.on_device.values()) <= most_tokens, "bounded device"
                     self.exporting.append(action)
                 case act.Discard(key=key):
                     self.held_bytes.pop(key, None)
+                    self.on_device.pop(key, None)
                 case act.Unpark(engine_request_id=engine_id):
                     assert self.computed[engine_id] == 0, "it was parked"
                     self.engine[engine_id] = self.requests[engine_id]
@@ -117,10 +124,12 @@ class Prefiller:
                 actions = self.side.on_publish_failed(export.handoff, export.key, "device")
                 self.run(actions, now_s)
         elif outcome == "ok":
-            actions = self.side.on_published(
-                export.handoff, ready(export.key, begin, end, self.streams[export.handoff].backend), now_s
-            )
-            self.run(actions, now_s)
+            padded = 1 if end - begin == 1 else self.config.transfer_chunk_tokens
+            stays_tokens = padded if self.keeps_on_device else 0
+            if export.key in self.on_device:
+                self.on_device[export.key] = stays_tokens
+            message = ready(export.key, begin, end, self.streams[export.handoff].backend)
+            self.run(self.side.on_published(export.handoff, message, now_s, stays_tokens=stays_tokens), now_s)
 
     # --- the mirror
 
