@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.core.config import TransferConfig
-from jdisagg.handoff.events import FromPrefill, PeerAlive
+from jdisagg.handoff.events import FromPrefill, PeerAlive, PeerOpened
 from jdisagg.handoff.messages import Agreed, HandoffId, Open
 from jdisagg.handoff.prefill_side import MAX_PUBLISH_FAILURES
+from jdisagg.roles.in_process import InProcessPeers
+from jdisagg.roles.inbox import Inbox
 from jdisagg.transfer.base import Piece
 from tests.unit.roles.measured import read
 from tests.unit.roles.world import PROMPT, World
@@ -141,3 +143,13 @@ def test_pieces_of_short_prompts_that_stay_on_the_device_are_few(stays: bool) ->
     world.settle()
     assert [world.tokens(f"r{prompt[0]}") for prompt in prompts] == [expected(p, 2, ignore_eos=True) for p in prompts]
     assert (world.publishers[0].most_held <= 3) == stays
+
+
+def test_of_a_process_that_is_both_sides_no_room_is_kept_for_other_receivers() -> None:
+    """There are none. Each piece stays on its device, and half of the room would be half as many prompts at a time."""
+    inboxes = Inbox(), Inbox()
+    message = Open(request=request("a", PROMPT, 2), held_tokens=0, backend="device_put")
+    InProcessPeers(*inboxes).open(InProcessPeers.ADDRESS, HandoffId("a", 1), message)
+    (opened,) = inboxes[0].drain(0.0)
+    assert isinstance(opened, PeerOpened)
+    assert opened.peer == ""
