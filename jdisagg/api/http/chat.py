@@ -16,10 +16,9 @@ from jdisagg.api.generation.choice import Delta, ScoredToken, Transcript
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import Job, TextRequest
 from jdisagg.api.http.body import Body, read_body
-from jdisagg.api.http.calls import MessageReader, TextReader, reader_of
+from jdisagg.api.http.calls import MessageReader, TextReader, read_offer, reader_of
 from jdisagg.api.http.connection import Event, open_stream, while_connected
 from jdisagg.api.http.forced_calls import grammar_field, with_forced, with_function
-from jdisagg.api.http.free_calls import read_offer
 from jdisagg.api.http.grammars import admit_named
 from jdisagg.api.http.long_json import whole_response
 from jdisagg.api.http.messages import render_prompt

@@ -9,8 +9,7 @@ from functools import partial
 from typing import Any
 
 from jdisagg.api.http.body import Body, wrong_type
-from jdisagg.api.http.forced_calls import read_forced
-from jdisagg.api.http.tools import read_functions
+from jdisagg.api.http.tools import read_forced, read_functions
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.json_values import is_too_deep
 from jdisagg.text.chat import ChatTemplate

@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
+from jdisagg.api.generation.edge import Edge
 from jdisagg.api.http.body import Body
-from jdisagg.api.http.forced_calls import ForcedCall, ForcedReader, with_forced
+from jdisagg.api.http.calls import CallsReader, Offer, read_offer
+from jdisagg.api.http.forced_calls import with_forced
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import GrammarKind, SamplingParams
 from jdisagg.text.grammar import read_schema
@@ -50,7 +52,6 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "tools"
 NAMED = {"type": "function", "function": {"name": "weather"}}
 ARGUMENTS = '{"city": "K}\\"{"}'
 BOTH = f'[{{"name":"weather","parameters":{ARGUMENTS}}},{{"name":"now","parameters":{{}}}}]'
-REQUIRED, WEATHER = ForcedCall(None), ForcedCall("weather")
 
 
 @pytest.fixture(scope="module")
@@ -251,19 +252,30 @@ JSON_OBJECTS = st.dictionaries(st.text(), JSON)
     st.lists(st.tuples(st.sampled_from(["weather", "now"]), JSON_OBJECTS, st.booleans()), min_size=1, max_size=3),
     st.lists(st.integers(0, 200)),
 )
-def test_calls_are_the_same_wherever_their_text_is_cut(called: list[tuple[str, Any, bool]], cuts: list[int]) -> None:
+def test_calls_are_the_same_wherever_their_text_is_cut(
+    tokenizer: Tokenizer, called: list[tuple[str, Any, bool]], cuts: list[int]
+) -> None:
+    required, weather = (offer_of(tokenizer, choice) for choice in ("required", NAMED))
     calls = [(name, json.dumps(value, ensure_ascii=ascii_only)) for name, value, ascii_only in called]
     text = "[" + ",".join(call(*one) for one in calls) + "]"
-    message = ForcedReader(REQUIRED).message(text)
+    message = CallsReader(required).message(text)
     assert [(one["function"]["name"], one["function"]["arguments"]) for one in message["tool_calls"]] == calls
     for places in (cuts, range(len(text))):
-        assert joined(read(REQUIRED, text, places)) == calls
-        assert joined(read(WEATHER, calls[0][1], places)) == [("weather", calls[0][1])]
+        assert joined(read(required, text, places)) == calls
+        assert joined(read(weather, calls[0][1], places)) == [("weather", calls[0][1])]
 
 
-def read(forced: ForcedCall, text: str, cuts: Iterable[int]) -> list[dict[str, Any]]:
-    reader, edges = ForcedReader(forced), [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    return [part for begin, end in pairwise(edges) for part in reader.push(text[begin:end])]
+def offer_of(tokenizer: Tokenizer, choice: Any) -> Offer:
+    offer = read_offer(Body(CHAT | {"tool_choice": choice}), Edge(FakeEngine(tokenizer, ""), tokenizer))
+    assert offer is not None
+    return offer
+
+
+def read(offer: Offer, text: str, cuts: Iterable[int]) -> list[dict[str, Any]]:
+    reader, edges = CallsReader(offer), [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    news = [reader.news(text[begin:end], is_last=end == len(text)) for begin, end in pairwise(edges)]
+    assert all("content" not in one for one in news)
+    return [part for one in news for part in one.get("tool_calls", ())]
 
 
 def joined(parts: Iterable[dict[str, Any]]) -> list[tuple[str, str]]:
