@@ -13,13 +13,12 @@ _HEAD = re.compile(  # as nearly all models write it: the name first
 )
 _NONE = re.compile(r'\s*(?:[^\s{]|\{\s*(?:[^\s"]|"(?!(?:name|type|id|arguments|parameters)")[^"]*"))')
 _ARGUMENTS_KEY = re.compile(r'"(?:arguments|parameters)"\s*:')
-_BLANKS, _COLON, _COMMA = re.compile(r"\s*"), re.compile(r"\s*:\s*"), re.compile(r"\s*,?\s*")
-_DECODER = json.JSONDecoder()
 MOST_BEGUN = 512  # characters of a head, but for arguments that stand before the name
 
 
 def look_at_object(held: str, *, is_whole: bool) -> Head | Verdict:
-    """As CallFormat.look, of a call without a mark. One whose name comes behind its arguments is told when it is whole."""
+    """As CallFormat.look, of a call without a mark. One whose name comes behind its arguments is told when it is whole,
+    and those are written anew."""
     begun = held[:MOST_BEGUN]
     if _NONE.match(begun):
         return Verdict.TEXT
@@ -30,30 +29,11 @@ def look_at_object(held: str, *, is_whole: bool) -> Head | Verdict:
         return Head(head[1])
     if not is_whole:
         return Verdict.WAIT
-    text = held.lstrip()
     try:
-        call, _ = _DECODER.raw_decode(text)
-    except (ValueError, RecursionError):
+        call = json.loads(held.lstrip())
+        key = next((name for name in _ARGUMENTS if name in call), None)
+        if key is None or not isinstance(call.get("name"), str) or not isinstance(call[key], dict):
+            return Verdict.TEXT
+        return Head(call["name"], is_wrapped=False, arguments=json.dumps(call[key], allow_nan=False))
+    except (ValueError, RecursionError):  # no JSON; ValueError also for numbers that are beyond a float
         return Verdict.TEXT
-    key = next((name for name in _ARGUMENTS if name in call), None)
-    if key is None or not isinstance(call.get("name"), str) or not isinstance(call[key], dict):
-        return Verdict.TEXT
-    return Head(call["name"], is_wrapped=False, arguments=_values(text)[key])
-
-
-def _values(text: str) -> dict[str, str]:
-    """The values of the object that `text` begins with, as they are written there. It is known to be one."""
-    values, at = dict[str, str](), _end(_BLANKS, text, 1)
-    while text[at] != "}":
-        key, at = _DECODER.raw_decode(text, at)
-        begin = _end(_COLON, text, at)
-        _, at = _DECODER.raw_decode(text, begin)
-        values[key] = text[begin:at]
-        at = _end(_COMMA, text, at)
-    return values
-
-
-def _end(pattern: re.Pattern[str], text: str, begin: int) -> int:
-    found = pattern.match(text, begin)
-    assert found is not None, "an object"
-    return found.end()
