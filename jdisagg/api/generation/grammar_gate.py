@@ -33,7 +33,6 @@ MOST_REFUSED = 256  # that are remembered
 _WAIT_S = 15.0  # of a clock, for what has MOST_S of a processor: beyond, the machine is at fault, not the grammar
 _START_S = 30.0  # a Python interpreter, and a large tokenizer to read
 _TOLD_EVERY_S = 10.0
-_MOST_TRIES = 2  # of a grammar whose checker something else ends
 _FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)  # a kernel out of memory, or whoever ends all processes of a service
 _COMMAND = (sys.executable, "-m", "jdisagg.text.grammar_checker")
 _NOBODY = "grammars cannot be checked, which a process of its own does"
@@ -109,15 +108,12 @@ class GrammarGate:
         return error
 
     async def _ask(self, grammar: Grammar) -> str:
-        for _ in range(_MOST_TRIES):
-            try:
-                with suppress(_Ended):
-                    return await self._ask_once(grammar)
-            except RuntimeError as error:  # no thread is left
-                raise Unavailable(f"{_NOBODY}: {error}") from error
-        raise Unavailable(f"{_NOBODY}: something ends it again and again")
+        try:
+            return await self._ask_in_time(grammar)
+        except RuntimeError as error:  # no thread is left
+            raise Unavailable(f"{_NOBODY}: {error}") from error
 
-    async def _ask_once(self, grammar: Grammar) -> str:
+    async def _ask_in_time(self, grammar: Grammar) -> str:
         limit_s = _WAIT_S + (0.0 if self._checker.is_there else _START_S)
         asked = asyncio.create_task(asyncio.to_thread(self._checker.ask, grammar))
         in_time: set[asyncio.Task[str | None]] = set()
@@ -135,10 +131,6 @@ class GrammarGate:
         text, what = "a grammar (%s, %d characters) ended the process that checks them", (grammar.kind.value, len(grammar.text))
         self._told.say(log, logging.WARNING, text, *what, now_s=monotonic())
         return _ENDLESS
-
-
-class _Ended(Exception):
-    """Something else has ended the process."""
 
 
 class _Checker:
@@ -163,27 +155,22 @@ class _Checker:
 
     def ask(self, grammar: Grammar) -> str | None:
         """What is wrong with a grammar, "" = nothing; None: the process has not survived it. What is no fault of the
-        grammar raises: Unavailable when there is no process, _Ended when something else ended it."""
+        grammar raises Unavailable: there is no process, or something else ended it."""
         question: dict[str, object] = {"kind": grammar.kind.value, "text": grammar.text}
         if not (self.is_there and self._say(question) and self._read()):  # the last one may have ended after its answer
             self.kill()
             self._start()
             if not (self._say(asdict(self._vocabulary)) and self._say(question) and self._read()):
-                if self._was_killed():
-                    raise _Ended
+                self.kill()
                 raise Unavailable(f"{_NOBODY}: it ended as it started")
         if answer := self._read():
             return json.loads(answer)["error"]
-        if self._was_killed():
-            raise _Ended
-        return None
-
-    def _was_killed(self) -> bool:
-        """Whether something else ended it, which has ended; what is left of it goes."""
         process = self._process  # None: it was killed from here
-        ended = process is not None and process.wait() in _FROM_OUTSIDE
+        is_from_outside = process is not None and process.wait() in _FROM_OUTSIDE
         self.kill()
-        return ended
+        if is_from_outside:
+            raise Unavailable(f"{_NOBODY}: something else ended it; send the request again")
+        return None
 
     def close(self) -> None:
         """Start none from now on."""
