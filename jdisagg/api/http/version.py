@@ -1,24 +1,13 @@
-"""Which version of this package runs."""
+"""Which version of this package is installed."""
 
 from __future__ import annotations
 
-import tomllib
 from importlib import metadata
-from pathlib import Path
-
-_PACKAGE = "jdisagg"
-_ROOT = Path(__file__).parents[3]
 
 
-def package_version(root: Path = _ROOT) -> str:
-    """That of the checkout `root`, where it is one: what is installed beside it may be older. Else the installed one."""
+def package_version() -> str:
+    """As its installation says it; "unknown" where it runs from a checkout that none was made of."""
     try:
-        project = tomllib.loads((root / "pyproject.toml").read_text("utf-8")).get("project", {})
-    except (OSError, ValueError):  # no checkout, or not ours to complain of
-        project = {}
-    if project.get("name") == _PACKAGE and "version" in project:
-        return str(project["version"])
-    try:
-        return metadata.version(_PACKAGE)
+        return metadata.version("jdisagg")
     except metadata.PackageNotFoundError:
         return "unknown"
