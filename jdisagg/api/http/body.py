@@ -44,6 +44,7 @@ class Body:
         self.num_bytes = num_bytes
         self.is_long = num_bytes > _INLINE_BYTES
         self._known: set[str] = set()  # what was asked for
+        self.names: dict[str, str] = {}  # of fields that intake calls otherwise, by its names: noted by who reads them
 
     def get(self, name: str) -> Any:
         """The raw value; None when absent."""

@@ -18,27 +18,16 @@ from jdisagg.api.generation.intake import Job, TextRequest
 from jdisagg.api.http.body import Body, read_body
 from jdisagg.api.http.calls import MessageReader, TextReader, read_offer, reader_of
 from jdisagg.api.http.connection import Event, open_stream, while_connected
-from jdisagg.api.http.forced_calls import grammar_field, with_forced, with_function
-from jdisagg.api.http.grammars import admit_named
+from jdisagg.api.http.forced_calls import with_forced
 from jdisagg.api.http.long_json import whole_response
 from jdisagg.api.http.messages import render_prompt
-from jdisagg.api.http.parameters import (
-    ResponseOptions,
-    length_name,
-    name_length,
-    read_options,
-    read_sampling,
-    read_seed,
-    read_special_tokens,
-    read_timeout_s,
-)
+from jdisagg.api.http.parameters import LENGTH, ResponseOptions, admit, read_options, read_request, read_sampling
 from jdisagg.api.http.plain_chunks import PlainChunks
 from jdisagg.api.http.request_id import request_id_of
-from jdisagg.api.http.shapes import chat_logprobs, provenance_object, usage_object, wants_provenance
+from jdisagg.api.http.shapes import chat_logprobs, provenance_object, usage_object
 from jdisagg.api.http.unserved import CHAT_FIELDS, refuse_unserved
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import MAX_LOGPROBS
-from jdisagg.core.trace import TRACEPARENT, read_traceparent
 
 _MESSAGE = {"role": "assistant", "content": None, "refusal": None}  # beside what its reader has
 
@@ -46,12 +35,11 @@ _MESSAGE = {"role": "assistant", "content": None, "refusal": None}  # beside wha
 async def answer_chat(edge: Edge, request: Request) -> Response:
     """Answer one request, streamed or whole."""
     body = await read_body(request)
-    options = read_options(body, provenance=wants_provenance(request))
+    options = read_options(request, body)
     num_top = _read_top_logprobs(body)
-    trace, request_id = read_traceparent(request.headers.get(TRACEPARENT)), request_id_of(request, body)
-    read = partial(read_chat, body, edge, num_top, request_id=request_id, traceparent=trace, arrived_s=time.monotonic())
+    read = partial(read_chat, body, edge, num_top, request_id_of(request, body), time.monotonic())
     text_request = await edge.long_texts.run(read, body.num_bytes) if body.is_long else read()
-    job = await while_connected(request.receive, _admit(edge, text_request, body))
+    job = await admit(edge, request, body, text_request)
     answer = _Answer(edge, job, options, num_top=num_top, make_reader=reader_of(body, edge))
     del body, read, text_request  # of megabytes perhaps, and the answer may take minutes
     if options.stream:
@@ -60,48 +48,19 @@ async def answer_chat(edge: Edge, request: Request) -> Response:
     return await whole_response(edge, transcript, answer.whole)
 
 
-def read_chat(
-    body: Body, edge: Edge, num_top: int | None, *, request_id: str, traceparent: str = "", arrived_s: float | None = None
-) -> TextRequest:
+def read_chat(body: Body, edge: Edge, num_top: int | None, request_id: str, arrived_s: float) -> TextRequest:
     """The body as a TextRequest; a long one takes a while. Raises InvalidRequest naming the field."""
     refuse_unserved(body, CHAT_FIELDS)
-    n, name = body.integer("n"), length_name(body)
-    body.integer("max_tokens")  # read, so that it is known, also where the newer name goes before it
-    max_tokens = body.integer(name)
-    if max_tokens is not None and max_tokens < 1:  # intake would advise to echo the prompt, which a chat cannot
-        raise InvalidRequest(f"{name}: must be at least 1; got {max_tokens}", field=name)
-    special, offer = read_special_tokens(body, add=False), read_offer(body, edge)  # the template writes BOS and EOS itself
-    request = TextRequest(
-        request_id=request_id,
-        prompts=(render_prompt(body, edge.tokenizer.chat),),
-        model=body.text("model") or "",
-        sampling=with_forced(read_sampling(body, edge.defaults, logprobs=num_top), body),
-        seed=read_seed(body),
-        max_tokens=max_tokens,
-        n=1 if n is None else n,
-        stop=body.texts("stop"),
-        special_tokens=special if offer is None else replace(special, shown=tuple(offer.hidden)),
-        priority=body.integer("priority") or 0,
-        cache_salt=body.text("cache_salt") or "",
-        timeout_s=read_timeout_s(body),
-        traceparent=traceparent,
-        arrived_s=arrived_s,
-    )
+    offer, prompt = read_offer(body, edge), render_prompt(body, edge.tokenizer.chat)
+    body.names["prompt"] = "messages"
+    sampling = with_forced(read_sampling(body, edge.defaults, logprobs=num_top), body)
+    request = read_request(body, request_id, (prompt,), sampling, add_special_tokens=False)  # the template writes BOS and EOS
+    if request.max_tokens is not None and request.max_tokens < 1:  # intake would advise to echo the prompt, which a chat cannot
+        name = body.names.get(LENGTH, LENGTH)
+        raise InvalidRequest(f"{name}: must be at least 1; got {request.max_tokens}", field=name)
     body.refuse_misspelt()
-    return request
-
-
-async def _admit(edge: Edge, request: TextRequest, body: Body) -> Job:
-    """`Edge.admit`, whose errors name fields that the chat has."""
-    try:
-        return await admit_named(edge, request, body, name_of=grammar_field)
-    except InvalidRequest as error:
-        if error.field == "prompt":
-            error.field = "messages"
-        if error.field == "tools":
-            error.message = with_function(error.message, body)
-        name_length(error, body)
-        raise
+    shown = () if offer is None else tuple(offer.hidden)
+    return replace(request, special_tokens=replace(request.special_tokens, shown=shown), arrived_s=arrived_s)
 
 
 def _read_top_logprobs(body: Body) -> int | None:

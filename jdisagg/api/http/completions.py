@@ -17,34 +17,30 @@ from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import DEFAULT_MAX_TOKENS, Job, TextRequest
 from jdisagg.api.http.body import Body, read_body
 from jdisagg.api.http.connection import Event, open_stream, while_connected
-from jdisagg.api.http.grammars import admit_named
 from jdisagg.api.http.long_json import long_json, whole_response
 from jdisagg.api.http.parameters import (
+    LENGTH,
+    NEWER_LENGTH,
     ResponseOptions,
-    length_name,
-    name_length,
+    admit,
     read_options,
+    read_request,
     read_sampling,
-    read_seed,
-    read_special_tokens,
-    read_timeout_s,
 )
 from jdisagg.api.http.plain_chunks import PlainChunks
 from jdisagg.api.http.request_id import request_id_of
-from jdisagg.api.http.shapes import completion_logprobs, prompt_logprobs, provenance_object, usage_object, wants_provenance
+from jdisagg.api.http.shapes import completion_logprobs, prompt_logprobs, provenance_object, usage_object
 from jdisagg.api.http.unserved import COMPLETION_FIELDS, refuse_unserved
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import SamplingParams
-from jdisagg.core.trace import TRACEPARENT, read_traceparent
 
 
 async def answer_completion(edge: Edge, request: Request) -> Response:
     """Answer one request, streamed or whole."""
     body = await read_body(request)
-    options = read_options(body, provenance=wants_provenance(request))
-    trace = read_traceparent(request.headers.get(TRACEPARENT))
-    text_request = read_completion(body, edge.defaults, request_id_of(request, body), traceparent=trace)
-    job = await while_connected(request.receive, _admit(edge, text_request, body))
+    options = read_options(request, body)
+    text_request = read_completion(body, edge.defaults, request_id_of(request, body))
+    job = await admit(edge, request, body, text_request)
     answer = _Answer(
         edge,
         job,
@@ -59,54 +55,22 @@ async def answer_completion(edge: Edge, request: Request) -> Response:
     return await whole_response(edge, transcript, answer.whole)
 
 
-def read_completion(body: Body, defaults: SamplingParams, request_id: str, *, traceparent: str = "") -> TextRequest:
+def read_completion(body: Body, defaults: SamplingParams, request_id: str) -> TextRequest:
     """The body as a TextRequest. Raises InvalidRequest naming the field."""
     refuse_unserved(body, COMPLETION_FIELDS)
-    n, best_of = body.integer("n"), body.integer("best_of")
-    n = 1 if n is None else n
-    if best_of is not None and best_of != n:
-        raise InvalidRequest(f"best_of: must equal n = {n} or be left out; got {best_of}", field="best_of")
     logprobs, echo = body.integer("logprobs"), body.boolean("echo")
     sampling = read_sampling(body, defaults, logprobs=logprobs)
     if echo and logprobs is not None:
         sampling = replace(sampling, prompt_logprobs=max(logprobs, sampling.prompt_logprobs or 0))
-    request = TextRequest(
-        request_id=request_id,
-        prompts=body.prompts("prompt"),
-        model=body.text("model") or "",
-        sampling=sampling,
-        seed=read_seed(body),
-        max_tokens=_max_tokens(body),
-        default_max_tokens=DEFAULT_MAX_TOKENS,
-        n=n,
-        stop=body.texts("stop"),
-        echo=echo,
-        special_tokens=read_special_tokens(body, add=True),
-        priority=body.integer("priority") or 0,
-        cache_salt=body.text("cache_salt") or "",
-        timeout_s=read_timeout_s(body),
-        traceparent=traceparent,
-    )
+    request = read_request(body, request_id, body.prompts("prompt"), sampling, add_special_tokens=True)
+    best_of, length, newer = body.integer("best_of"), body.integer(LENGTH), body.integer(NEWER_LENGTH)
+    if best_of is not None and best_of != request.n:
+        raise InvalidRequest(f"best_of: must equal n = {request.n} or be left out; got {best_of}", field="best_of")
+    if length is not None and newer is not None and newer != length:  # some clients send both
+        told = f"{NEWER_LENGTH}: must equal {LENGTH} = {length} or be left out; got {newer}"
+        raise InvalidRequest(told, field=NEWER_LENGTH)
     body.refuse_misspelt()
-    return request
-
-
-def _max_tokens(body: Body) -> int | None:
-    """Also by its newer name, which is of chats; some clients send both."""
-    name, max_tokens = length_name(body), body.integer("max_tokens")
-    length = body.integer(name)
-    if max_tokens is not None and length != max_tokens:
-        raise InvalidRequest(f"{name}: must equal max_tokens = {max_tokens} or be left out; got {length}", field=name)
-    return length
-
-
-async def _admit(edge: Edge, request: TextRequest, body: Body) -> Job:
-    """`Edge.admit`, whose errors name the length as the body does."""
-    try:
-        return await admit_named(edge, request, body)
-    except InvalidRequest as error:
-        name_length(error, body)
-        raise
+    return replace(request, default_max_tokens=DEFAULT_MAX_TOKENS, echo=echo)
 
 
 class _Answer:

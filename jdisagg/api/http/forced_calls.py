@@ -12,12 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 from jdisagg.api.http.body import Body
-from jdisagg.api.http.grammars import grammar_name, schema_text
+from jdisagg.api.http.grammars import GRAMMAR, schema_text
 from jdisagg.api.http.tools import ForcedCall, read_forced, read_parameters
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import Grammar, GrammarKind, SamplingParams
 from jdisagg.text.schema_annotations import readable
 
+TOOLS = "tools"  # the field that the grammar is made of
 _AT_LINE = re.compile(r"grammar \(lark\): at (\d+)\(\d+\): ")  # as errors of a grammar say where they are
 _HEAD_LINES, _FUNCTION_LINES = 2, 2  # of the grammar of "required"
 _OF_TEXTS = "response_format"  # with a forced call it says nothing, as in vLLM
@@ -26,15 +27,16 @@ _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additional
 
 
 def with_forced(sampling: SamplingParams, body: Body) -> SamplingParams:
-    """`sampling` of a chat, whose answer has to be the call that `tool_choice` forces. Raises InvalidRequest where another
-    field says what it has to be, but for `response_format`, which is of answers in text, or parameters are no schema of an
-    object."""
+    """`sampling` that was read of a chat, whose answer has to be the call that `tool_choice` forces. Raises InvalidRequest
+    where another field says what it has to be, but for `response_format`, which is of answers in text, or parameters are no
+    schema of an object."""
     forced, in_parallel = read_forced(body), body.boolean("parallel_tool_calls", True)
     if forced is None:
         return sampling
-    if sampling.grammar is not None and (name := grammar_name(body)) != _OF_TEXTS:
+    if (name := body.names.get(GRAMMAR, _OF_TEXTS)) != _OF_TEXTS:
         told = f"tool_choice: {name} says already what the answer has to be; leave out one of the two"
         raise InvalidRequest(told, field="tool_choice")
+    body.names[GRAMMAR] = TOOLS
     return replace(sampling, grammar=_grammar(body, forced, in_parallel=in_parallel))
 
 
@@ -58,11 +60,6 @@ def _grammar(body: Body, forced: ForcedCall, *, in_parallel: bool) -> Grammar:
 def call_head(name: str) -> str:
     """What stands before the arguments of a call."""
     return f'{{"name":"{name}","parameters":'
-
-
-def grammar_field(body: Body) -> str | None:
-    """The field of a chat that its grammar is made of."""
-    return grammar_name(body) if read_forced(body) is None else "tools"
 
 
 def with_function(message: str, body: Body) -> str:

@@ -16,8 +16,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from jdisagg.api.generation.edge import Edge
-from jdisagg.api.generation.intake import Job, TextRequest
 from jdisagg.api.generation.sampling_bounds import MAX_GRAMMAR_BYTES
 from jdisagg.api.http.body import Body, wrong_type
 from jdisagg.api.http.unserved import OFF, is_one_of
@@ -26,6 +24,7 @@ from jdisagg.core.json_values import MAX_DEPTH, is_too_deep
 from jdisagg.core.requests import Grammar, GrammarKind
 
 MAX_CHOICES = 1000
+GRAMMAR = "grammar"  # as intake calls the field
 _ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
 _NOTHING = (None, False, "")  # but {} is a schema, and [] no choice
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -39,28 +38,12 @@ _ADVICE = ("disable_fallback", "backend", "_backend", "_backend_was_auto")  # of
 
 
 def read_grammar(body: Body) -> Grammar | None:
-    """The grammar that the body asks for; None = any text will do. Raises InvalidRequest naming the field, or two that both
-    ask for one."""
-    return next(iter(_read_all(body).values()), None)
-
-
-def grammar_name(body: Body) -> str | None:
-    """The field from which `read_grammar` reads one."""
-    return next(iter(_read_all(body)), None)
-
-
-async def admit_named(
-    edge: Edge, request: TextRequest, body: Body, *, name_of: Callable[[Body], str | None] = grammar_name
-) -> Job:
-    """`Edge.admit` of what was read from `body`, whose errors name the grammar as that does. `name_of` says by which field."""
-    try:
-        return await edge.admit(request)
-    except InvalidRequest as error:
-        if error.field != "grammar":
-            raise
-        name = name_of(body) or "grammar"
-        told = f"{name}: {error.message.removeprefix('grammar: ')}"
-        raise InvalidRequest(told, field=name) from error  # another one: this may be told to many
+    """The grammar that the body asks for, whose field it notes in `names`; None = any text will do. Raises InvalidRequest
+    naming the field, or two that both ask for one."""
+    for name, grammar in _read_all(body).items():
+        body.names[GRAMMAR] = name
+        return grammar
+    return None
 
 
 def _read_all(body: Body) -> dict[str, Grammar]:

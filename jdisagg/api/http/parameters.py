@@ -1,17 +1,27 @@
-"""The parameters that completions and chat share."""
+"""What completions and chat share of reading a request."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jdisagg.api.generation.intake import SpecialTokens
+from starlette.requests import Request
+
+from jdisagg.api.generation.context_length import Prompt
+from jdisagg.api.generation.edge import Edge
+from jdisagg.api.generation.intake import Job, SpecialTokens, TextRequest
 from jdisagg.api.generation.sampling_bounds import NUMBERS, check_logit_bias
 from jdisagg.api.http.body import Body, wrong_type
-from jdisagg.api.http.grammars import read_grammar
+from jdisagg.api.http.connection import while_connected
+from jdisagg.api.http.forced_calls import TOOLS, with_function
+from jdisagg.api.http.grammars import GRAMMAR, read_grammar
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.json_values import is_number
 from jdisagg.core.requests import SamplingParams
+from jdisagg.core.trace import TRACEPARENT, read_traceparent
+
+PROVENANCE_HEADER = "x-jdisagg-provenance"  # its client asks where its answer was computed
+LENGTH, NEWER_LENGTH = "max_tokens", "max_completion_tokens"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,8 +40,8 @@ class ResponseOptions:
         return self.return_token_ids or self.continuous_usage
 
 
-def read_options(body: Body, *, provenance: bool) -> ResponseOptions:
-    """`stream`, `stream_options`, `return_token_ids`."""
+def read_options(request: Request, body: Body) -> ResponseOptions:
+    """`stream`, `stream_options`, `return_token_ids`, and a header."""
     stream, given = body.boolean("stream"), body.object("stream_options")
     stream_options = Body(given, where="stream_options.")
     if given and not stream:
@@ -44,44 +54,58 @@ def read_options(body: Body, *, provenance: bool) -> ResponseOptions:
         include_usage=include_usage,
         continuous_usage=continuous_usage,
         return_token_ids=body.boolean("return_token_ids"),
-        provenance=provenance,
+        provenance=request.headers.get(PROVENANCE_HEADER) == "1",
     )
 
 
-def read_special_tokens(body: Body, *, add: bool) -> SpecialTokens:
-    """`add`: whether they are put around text prompts where the body does not say."""
-    return SpecialTokens(
-        add=body.boolean("add_special_tokens", add),
-        skip=body.boolean("skip_special_tokens", True),
-    )
-
-
-def read_timeout_s(body: Body) -> float | None:
-    """`timeout_s`: how long its client waits; None where the body does not say."""
-    timeout_s = body.number("timeout_s")
+def read_request(
+    body: Body, request_id: str, prompts: tuple[Prompt, ...], sampling: SamplingParams, *, add_special_tokens: bool
+) -> TextRequest:
+    """The body as far as both read it alike. `add_special_tokens`: whether they are put around text prompts where the body does
+    not say."""
+    n, seed, timeout_s = body.integer("n"), body.integer("seed"), body.number("timeout_s")
     if timeout_s is not None and not timeout_s > 0:
         raise wrong_type("timeout_s", "a number above 0", timeout_s)
-    return timeout_s
+    return TextRequest(
+        request_id=request_id,
+        prompts=prompts,
+        model=body.text("model") or "",
+        sampling=sampling,
+        seed=None if seed == -1 else seed,  # as in vLLM
+        max_tokens=_max_tokens(body),
+        n=1 if n is None else n,
+        stop=body.texts("stop"),
+        special_tokens=SpecialTokens(
+            add=body.boolean("add_special_tokens", add_special_tokens), skip=body.boolean("skip_special_tokens", True)
+        ),
+        priority=body.integer("priority") or 0,
+        cache_salt=body.text("cache_salt") or "",
+        timeout_s=timeout_s,
+    )
 
 
-def length_name(body: Body) -> str:
-    """How the body names its max_tokens; where it has both, OpenAI's newer name counts."""
-    newer = "max_completion_tokens"
-    return "max_tokens" if body.integer(newer) is None else newer
+def _max_tokens(body: Body) -> int | None:
+    """Where the body has both names of it, OpenAI's newer one counts."""
+    older, newer = body.integer(LENGTH), body.integer(NEWER_LENGTH)
+    if newer is not None:
+        body.names[LENGTH] = NEWER_LENGTH
+    return older if newer is None else newer
 
 
-def name_length(error: InvalidRequest, body: Body) -> None:
-    """From now on `error` calls it by that name."""
-    name = length_name(body)
-    if error.field == "max_tokens":
-        error.field = name
-    error.message = error.message.replace("max_tokens", name)
-
-
-def read_seed(body: Body) -> int | None:
-    """`seed`; -1 is none, as in vLLM."""
-    seed = body.integer("seed")
-    return None if seed == -1 else seed
+async def admit(edge: Edge, request: Request, body: Body, text_request: TextRequest) -> Job:
+    """`Edge.admit` of what was read from `body`, whose errors name fields as that does; Cancelled when the client disconnects
+    first."""
+    traceparent = read_traceparent(request.headers.get(TRACEPARENT))
+    try:
+        return await while_connected(request.receive, edge.admit(replace(text_request, traceparent=traceparent)))
+    except InvalidRequest as error:
+        field = body.names.get(error.field or "", error.field)
+        message = error.message.replace(LENGTH, body.names.get(LENGTH, LENGTH))
+        if error.field == GRAMMAR:
+            message = f"{field}: {message.removeprefix('grammar: ')}"
+        if field == TOOLS:
+            message = with_function(message, body)
+        raise type(error)(message, field=field) from error  # another one: this may be told to many
 
 
 def read_sampling(body: Body, defaults: SamplingParams, *, logprobs: int | None) -> SamplingParams:

@@ -7,17 +7,8 @@ from dataclasses import asdict
 from typing import Any
 from uuid import uuid4
 
-from starlette.requests import Request
-
 from jdisagg.api.generation.choice import ScoredToken, Transcript, Usage
 from jdisagg.text.tokenizer import Tokenizer
-
-PROVENANCE_HEADER = "x-jdisagg-provenance"
-
-
-def wants_provenance(request: Request) -> bool:
-    """The client asks where its answer was computed."""
-    return request.headers.get(PROVENANCE_HEADER) == "1"
 
 
 def provenance_object(transcript: Transcript) -> dict[str, Any]:
