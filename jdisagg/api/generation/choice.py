@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from jdisagg.api.generation.intake import Job
 from jdisagg.api.in_order import LONG_POSITIONS
 from jdisagg.core.requests import FinishReason, Output, Provenance, TokenLogprob
 from jdisagg.text.detokenize import Detokenizer
-from jdisagg.text.stops import Stop, StopStrings
+from jdisagg.text.stops import StopStrings
 from jdisagg.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -80,37 +81,23 @@ def _join(first: Delta, then: Delta) -> Delta:
 class ChoiceText:
     """Detokenizes one choice, looks for stop strings and trims. Tokens of a stop string count as generated."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        index: int,
-        prompt_token_ids: Sequence[int],
-        echo_text: str | None,
-        stop: Sequence[Stop],
-        stop_token_ids: Collection[int],
-        min_tokens: int,
-        skip_special_tokens: bool,
-        scores_only: bool,
-        shown_tokens: Collection[str] = (),
-    ) -> None:
-        """`stop_token_ids`: those the client named; the model's own end is not one that `Delta.stop` tells. `scores_only`: drop
-        generated tokens. `min_tokens`: no stop string ends in that many first tokens. `shown_tokens`: special, and not skipped.
-        """
+    def __init__(self, tokenizer: Tokenizer, job: Job, index: int) -> None:
+        """Choice `index` of `job`."""
+        request = job.requests[index]
         self._index = index
-        self._prompt_token_ids = prompt_token_ids
-        self._echo_text = echo_text
-        self._min_tokens = min_tokens
-        self._stop_token_ids = stop_token_ids
-        self._scores_only = scores_only
+        self._prompt_token_ids = request.prompt_token_ids
+        self._echo_text = None if job.echo_texts is None else job.echo_texts[index // job.n]
+        self._min_tokens = request.sampling.min_tokens  # no stop string ends in that many first tokens
+        self._stop_token_ids = request.sampling.stop_token_ids  # the model's own end is not one that `Delta.stop` tells
+        self._scores_only = job.scores_only
         self._tokenizer = tokenizer
         self._prompt_detokenizer = tokenizer.detokenizer(skip_special_tokens=False)
         self._detokenizer: Detokenizer = tokenizer.detokenizer(
-            skip_special_tokens=skip_special_tokens, before=prompt_token_ids, shown=shown_tokens
+            skip_special_tokens=job.special_tokens.skip, before=request.prompt_token_ids, shown=job.special_tokens.shown
         )
-        self._stops = StopStrings(stop)
+        self._stops = StopStrings(job.stop)
         self._num_tokens = 0
-        self._num_characters = len(echo_text or "")
+        self._num_characters = len(self._echo_text or "")
 
     def absorb(self, output: Output) -> Delta:
         """Turn one engine output into a delta; after a delta with `finish` no more may be absorbed."""

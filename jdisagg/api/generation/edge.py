@@ -216,18 +216,7 @@ class Edge:
             mailbox.put(error)
 
     async def _deltas(self, job: Job, index: int, request: EngineRequest) -> AsyncGenerator[Delta]:
-        choice = ChoiceText(
-            self.tokenizer,
-            index=index,
-            prompt_token_ids=request.prompt_token_ids,
-            echo_text=job.echo_texts[index // job.n] if job.echo_texts is not None else None,
-            stop=job.stop,
-            stop_token_ids=request.sampling.stop_token_ids,
-            min_tokens=request.sampling.min_tokens,
-            skip_special_tokens=job.special_tokens.skip,
-            shown_tokens=job.special_tokens.shown,
-            scores_only=job.scores_only,
-        )
+        choice = ChoiceText(self.tokenizer, job, index)
         async with aclosing(self._engine.generate(request)) as outputs:
             while True:
                 try:

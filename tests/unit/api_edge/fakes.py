@@ -13,7 +13,9 @@ import grpc.aio
 from openai import AsyncOpenAI
 
 from jdisagg.api import channels
+from jdisagg.api.generation.choice import ChoiceText
 from jdisagg.api.generation.edge import Edge
+from jdisagg.api.generation.intake import Job, SpecialTokens
 from jdisagg.api.generation.service import GenerationServicer
 from jdisagg.api.generation.token_engine import Enough, Health
 from jdisagg.api.http.app import make_app
@@ -23,7 +25,7 @@ from jdisagg.core.config import ServerConfig
 from jdisagg.core.errors import InvalidRequest, RequestError
 from jdisagg.core.fleet import ModelCard
 from jdisagg.core.metrics import Metrics
-from jdisagg.core.requests import EngineRequest, FinishReason, Grammar, Output, Provenance, TokenLogprob
+from jdisagg.core.requests import EngineRequest, FinishReason, Grammar, Output, Provenance, SamplingParams, TokenLogprob
 from jdisagg.text.calls.format import CallFormat
 from jdisagg.text.tokenizer import Tokenizer
 from jdisagg.v1 import generation_pb2_grpc
@@ -129,6 +131,30 @@ def _prompt_logprobs(request: EngineRequest) -> tuple[TokenLogprob | None, ...] 
     top = tuple((9 + rank, -0.1 - rank) for rank in range(request.sampling.prompt_logprobs))
     scored = (TokenLogprob(token_id=token, logprob=-0.5, top=top) for token in request.prompt_token_ids[1:])
     return (None, *scored)
+
+
+def choice_text(
+    tokenizer: Tokenizer,
+    prompt_token_ids: tuple[int, ...] = (0,),
+    *,
+    echo_text: str | None = None,
+    stop_token_ids: tuple[int, ...] = (),
+    skip_special_tokens: bool = True,
+) -> ChoiceText:
+    """Of the only choice there is."""
+    sampling = SamplingParams(stop_token_ids=stop_token_ids)
+    request = EngineRequest(request_id="r/0", prompt_token_ids=prompt_token_ids, sampling=sampling, deadline_s=0.0)
+    job = Job(
+        request_id="r",
+        requests=(request,),
+        echo_texts=None if echo_text is None else (echo_text,),
+        n=1,
+        stop=(),
+        scores_only=False,
+        special_tokens=SpecialTokens(skip=skip_special_tokens),
+        deadline_s=0.0,
+    )
+    return ChoiceText(tokenizer, job, 0)
 
 
 class FakeGrammars:

@@ -8,7 +8,7 @@ from time import monotonic
 
 import pytest
 
-from jdisagg.api.generation.choice import ChoiceText, Transcript
+from jdisagg.api.generation.choice import Transcript
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import TextRequest
 from jdisagg.api.tasks import cancel_and_wait
@@ -17,7 +17,7 @@ from jdisagg.core.fleet import ModelCard
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import FinishReason, Output, SamplingParams
 from jdisagg.text.tokenizer import Tokenizer
-from tests.unit.api_edge.fakes import FakeEngine, run
+from tests.unit.api_edge.fakes import FakeEngine, choice_text, run
 
 
 @pytest.mark.parametrize("stop", [(), ("quick brown fox jumps over",)])
@@ -43,17 +43,7 @@ def test_an_aborted_choice_has_the_text_of_its_tokens(tokenizer: Tokenizer, stop
 
 def test_a_choice_of_which_no_token_has_come_has_no_rest(tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode("\N{GRINNING FACE}")[:-1]  # ends within a character
-    choice = ChoiceText(
-        tokenizer,
-        index=0,
-        prompt_token_ids=prompt,
-        echo_text=None,
-        stop=(),
-        stop_token_ids=(),
-        min_tokens=0,
-        skip_special_tokens=True,
-        scores_only=False,
-    )
+    choice = choice_text(tokenizer, prompt)
     assert choice.rest() is None
     choice.absorb(Output(request_id="r", token_ids=tokenizer.encode("\N{GRINNING FACE}", add_special_tokens=False)[:1]))
     assert choice.rest() is not None

@@ -10,7 +10,7 @@ from time import monotonic
 
 import pytest
 
-from jdisagg.api.generation.choice import ChoiceText, Delta, Transcript, Usage
+from jdisagg.api.generation.choice import Delta, Transcript, Usage
 from jdisagg.api.generation.context_length import ContextLengthExceeded
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import TextRequest
@@ -18,7 +18,7 @@ from jdisagg.core.errors import InvalidRequest, RequestError
 from jdisagg.core.fleet import ModelCard
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, SamplingParams, TokenLogprob
 from jdisagg.text.tokenizer import Tokenizer
-from tests.unit.api_edge.fakes import EOS, FakeEngine, run
+from tests.unit.api_edge.fakes import EOS, FakeEngine, choice_text, run
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -201,17 +201,7 @@ def test_a_stream_without_an_end_is_an_error(tokenizer: Tokenizer) -> None:
 
 
 def test_a_token_that_was_filtered_out_has_a_finite_logprob(tokenizer: Tokenizer) -> None:
-    choice = ChoiceText(
-        tokenizer,
-        index=0,
-        prompt_token_ids=(0,),
-        echo_text=None,
-        stop=(),
-        stop_token_ids=(),
-        min_tokens=0,
-        skip_special_tokens=True,
-        scores_only=False,
-    )
+    choice = choice_text(tokenizer)
     logprobs = (TokenLogprob(token_id=5, logprob=-math.inf, top=((6, -1.0), (7, -math.inf))),)
     delta = choice.absorb(Output(request_id="r", token_ids=(5,), logprobs=logprobs, finish=FinishReason.LENGTH))
     assert delta.logprobs[0].logprob == -9999.0
@@ -221,17 +211,7 @@ def test_a_token_that_was_filtered_out_has_a_finite_logprob(tokenizer: Tokenizer
 @pytest.mark.parametrize("special", [True, False])
 def test_the_text_of_a_stop_token_is_never_shown(tokenizer: Tokenizer, special: bool) -> None:
     stop_id = EOS if special else tokenizer.encode("x", add_special_tokens=False)[0]
-    choice = ChoiceText(
-        tokenizer,
-        index=0,
-        prompt_token_ids=(0,),
-        echo_text=None,
-        stop=(),
-        stop_token_ids=(stop_id,),
-        min_tokens=0,
-        skip_special_tokens=False,
-        scores_only=False,
-    )
+    choice = choice_text(tokenizer, stop_token_ids=(stop_id,), skip_special_tokens=False)
     [a] = tokenizer.encode("a", add_special_tokens=False)
     output = Output(request_id="r", token_ids=(a, stop_id), finish=FinishReason.STOP, stop_token_id=stop_id)
     delta = choice.absorb(output)

@@ -6,14 +6,14 @@ from contextlib import aclosing
 
 import pytest
 
-from jdisagg.api.generation.choice import ChoiceText, Transcript
+from jdisagg.api.generation.choice import Transcript
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.gathered import in_one
 from jdisagg.api.generation.intake import TextRequest
 from jdisagg.core.errors import Unavailable
 from jdisagg.core.requests import FinishReason, Output, SamplingParams
 from jdisagg.text.tokenizer import Tokenizer
-from tests.unit.api_edge.fakes import FakeEngine, run
+from tests.unit.api_edge.fakes import FakeEngine, choice_text, run
 
 PROMPT = (0, 5, 6)
 ENGINE = SamplingParams(logprobs=2, prompt_logprobs=1, max_tokens=40)
@@ -31,17 +31,7 @@ async def _outputs(tokenizer: Tokenizer) -> list[Output]:
 
 
 def _transcript(tokenizer: Tokenizer, outputs: list[Output]) -> Transcript:
-    choice = ChoiceText(
-        tokenizer,
-        index=0,
-        prompt_token_ids=PROMPT,
-        echo_text="echo ",
-        stop=(),
-        stop_token_ids=(1,),
-        min_tokens=0,
-        skip_special_tokens=True,
-        scores_only=False,
-    )
+    choice = choice_text(tokenizer, PROMPT, echo_text="echo ", stop_token_ids=(1,))
     transcript = Transcript(1, n=1, num_prompt_tokens=len(PROMPT))
     for output in outputs:
         transcript.add(choice.absorb(output))
