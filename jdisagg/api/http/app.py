@@ -60,11 +60,10 @@ def make_app(
         routes += [Route(path, _ask_elsewhere, methods=["POST"]) for path in ("/v1/completions", "/v1/chat/completions")]
     else:
         routes += _completion_routes(edge)
-    refused = None if edge is None else edge.refused
     origins, keys = config.allowed_origins, keys_of(config.api_key) + keys_of(config.client_api_key)
     layers = [
         *([_cross_origin(origins)] if origins else []),  # outside: scripts may read refusals, too
-        Middleware(RequestIdHeader, refused=refused),
+        Middleware(RequestIdHeader),
         Middleware(ForeignPages, allowed_origins=origins),
         *([Middleware(_ApiKeyGuard, api_keys=keys)] if keys else []),
     ]
