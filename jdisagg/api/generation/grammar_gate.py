@@ -84,24 +84,20 @@ class GrammarGate:
         return task
 
     async def _answer(self, grammar: Grammar) -> str | RequestError:
-        """As `_checked`; what that raises is returned: who waited may have gone, and asyncio logs what nobody was told."""
+        """What is wrong with it; "" = it is compiled here. What is no fault of the grammar is returned, too: who waited may
+        have gone, and asyncio logs what nobody was told."""
         try:
-            return await self._checked(grammar)
-        except RequestError as error:
-            if isinstance(error, Unavailable) and not self._checker.is_closed:
-                text = "requests with a grammar that is new here fail: %s"
-                self._told_unchecked.say(log, logging.WARNING, text, error.message, now_s=monotonic())
-            return error.with_traceback(None)
-
-    async def _checked(self, grammar: Grammar) -> str:
-        """What is wrong with it; "" = it is compiled here."""
-        async with self._one_at_a_time:
-            error = await self._ask(grammar)
-        if not error:
-            try:
+            async with self._one_at_a_time:
+                error = await self._ask(grammar)
+            if not error:
                 await self._grammars.ahead(grammar)
-            except InvalidRequest as refused:
-                error = refused.message
+        except InvalidRequest as refused:
+            error = refused.message
+        except RequestError as failure:
+            if isinstance(failure, Unavailable) and not self._checker.is_closed:
+                text = "requests with a grammar that is new here fail: %s"
+                self._told_unchecked.say(log, logging.WARNING, text, failure.message, now_s=monotonic())
+            return failure.with_traceback(None)
         self._outcomes.labels(outcome=COMPILED if not error else ENDLESS if error is _ENDLESS else REFUSED).inc()
         if error:
             remember(self._refused, grammar, error, MOST_REFUSED)
