@@ -13,8 +13,10 @@ from time import monotonic
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jdisagg.api.http.errors import error_response
 from jdisagg.api.http.operations import PATHS
 from jdisagg.api.listening import SHARE, most_connections
+from jdisagg.core.errors import Unavailable
 from jdisagg.core.logs import Seldom
 
 log = logging.getLogger(__name__)
@@ -22,13 +24,8 @@ log = logging.getLogger(__name__)
 TOLD_EVERY_S = 10.0
 MOST_SPARE = 64
 SPARE_SHARE = 1 / 12  # of those that are kept
-_BODY = b'{"error":{"message":"too many connections; try again later","type":"overloaded","param":null,"code":null}}'
-_HEADERS = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(_BODY)), (b"retry-after", b"1"))
-_CLOSE = (b"connection", b"close")
-REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\n%s\r\n%s" % (
-    b"".join(b"%s: %s\r\n" % header for header in (*_HEADERS, _CLOSE)),
-    _BODY,
-)
+REFUSAL = error_response(Unavailable("too many connections; try again later"))
+CLOSE = (b"connection", b"close")
 
 
 class Room(Enum):
@@ -65,12 +62,9 @@ class OperatorsOnly:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, and have the connection closed."""
-        if scope["path"] in PATHS:
-            await self._app(scope, receive, partial(_send_last, send))
-        else:
-            await _send_last(send, {"type": "http.response.start", "status": 503, "headers": _HEADERS})
-            await send({"type": "http.response.body", "body": _BODY})
+        app = self._app if scope["path"] in PATHS else REFUSAL
+        await app(scope, receive, partial(_send_last, send))
 
 
 async def _send_last(send: Send, message: Message) -> None:
-    await send({**message, "headers": [*message["headers"], _CLOSE]} if "headers" in message else message)
+    await send({**message, "headers": [*message["headers"], CLOSE]} if "headers" in message else message)

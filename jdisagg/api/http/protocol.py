@@ -20,9 +20,10 @@ from http import HTTPStatus
 from typing import Any
 
 import httptools
+from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from jdisagg.api.http.crowd import REFUSAL, Crowd, OperatorsOnly, Room
+from jdisagg.api.http.crowd import CLOSE, REFUSAL, Crowd, OperatorsOnly, Room
 from jdisagg.api.http.errors import plain_error
 from jdisagg.api.unread import SLOWEST_IN_ALL_BYTES_PER_S, UNREAD_TIMEOUT_S
 
@@ -88,8 +89,7 @@ class Protocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._room = self._crowd.room(len(self.connections))
         if self._room is Room.NONE:
-            transport.write(REFUSAL)
-            transport.close()
+            _end_with(transport, REFUSAL)
             return
         if self._room is Room.SPARE:
             self.app = OperatorsOnly(self.app)
@@ -141,12 +141,7 @@ class Protocol(HttpToolsProtocol):
         self._refuse(HTTPStatus.BAD_REQUEST, msg)
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
-        """What no application is asked about ends the connection with an error as the application's are."""
-        body = plain_error(status, message).body
-        line = b"HTTP/1.1 %d %s\r\n" % (status, status.phrase.encode())
-        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-        self.transport.write(line + head + body)
-        self.transport.close()
+        _end_with(self.transport, plain_error(status, message))
 
     def on_headers_complete(self) -> None:
         if not self.parser.is_offered_another:
@@ -237,13 +232,21 @@ class Protocol(HttpToolsProtocol):
             self._await_headers()
             return
         if self._room is Room.SPARE and self.cycle is None:
-            self.transport.write(REFUSAL)
+            _end_with(self.transport, REFUSAL)
         self.transport.close()
 
     def _stop_waiting(self) -> None:
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
+
+
+def _end_with(transport: asyncio.WriteTransport, answer: Response) -> None:
+    """What no application is asked about ends the connection with an error as the application's are."""
+    head = [b"HTTP/1.1 %d %s" % (answer.status_code, HTTPStatus(answer.status_code).phrase.encode())]
+    head += [b"%s: %s" % header for header in (*answer.raw_headers, CLOSE)]
+    transport.write(b"\r\n".join([*head, b"", bytes(answer.body)]))
+    transport.close()
 
 
 def _unread_bytes(transport: asyncio.WriteTransport) -> int:

@@ -14,6 +14,7 @@ import pytest
 from jdisagg.api import listening
 from jdisagg.api.http import protocol
 from jdisagg.api.http.crowd import MOST_SPARE, SPARE_SHARE
+from jdisagg.core.errors import Unavailable
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, Served, run, serving
 
@@ -61,7 +62,9 @@ async def full(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
 
 def is_refusal(head: bytes, body: bytes) -> bool:
     assert head.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
-    assert b"\r\nretry-after: 1\r\nconnection: close" in head
+    assert b"\r\nretry-after: 1\r\n" in head
+    assert b"\r\nconnection: close" in head
+    assert json.loads(body)["error"]["type"] == Unavailable.kind
     return "too many connections" in json.loads(body)["error"]["message"]
 
 
