@@ -12,7 +12,6 @@ import json
 from typing import Any
 
 from jdisagg.core.json_values import is_number
-from jdisagg.text.schema_mends import SIGNS as MENDED
 from jdisagg.text.schema_mends import mended
 from jdisagg.text.schema_tags import missing_tags
 from jdisagg.text.schema_walk import rebuilt
@@ -26,19 +25,10 @@ _INT64_MAX = 2**63 - 1  # llguidance makes no expression of numbers from or up t
 _OF_NAMES = ("dependentRequired", "dependentSchemas", "dependencies")
 _UNEVALUATED = ("unevaluatedProperties", "unevaluatedItems")
 _SAID_OF_STRINGS = frozenset(("type", "title", "description", "$comment"))
-_SIGNS = (
-    tuple(
-        f'"{key}"'
-        for key in ("format", "uniqueItems", "propertyNames", "discriminator", *_OF_NAMES, *_UNEVALUATED, *_BELOW, *_ABOVE)
-    )
-    + MENDED
-)
 
 
 def readable_text(text: str) -> str:
     """`readable` of a schema's text; the same one where that changes nothing, or where it cannot be read."""
-    if not any(sign in text for sign in _SIGNS):
-        return text
     try:
         schema = json.loads(text)
         changed = readable(schema)

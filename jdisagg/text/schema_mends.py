@@ -13,8 +13,6 @@ from typing import Any
 
 from jdisagg.core.json_values import is_number
 
-SIGNS = ('"pattern', '"exclusiveM')  # one of these is in the text of a schema with something to mend
-
 _NUDGE = 1e-9
 _MENDED = "&&[^\\r]]"  # behind a class, with another bracket before it: but for a carriage return
 # Ranges of letters or digits, characters that mean themselves, and escapes, none of which is one of the two.
