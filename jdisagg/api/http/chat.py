@@ -24,7 +24,7 @@ from jdisagg.api.http.messages import render_prompt
 from jdisagg.api.http.parameters import LENGTH, ResponseOptions, admit, read_options, read_request, read_sampling
 from jdisagg.api.http.plain_chunks import PlainChunks
 from jdisagg.api.http.request_id import request_id_of
-from jdisagg.api.http.shapes import chat_logprobs, provenance_object, usage_object
+from jdisagg.api.http.shapes import chat_logprobs, provenance_object
 from jdisagg.api.http.unserved import CHAT_FIELDS, refuse_unserved
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import MAX_LOGPROBS
@@ -111,12 +111,9 @@ class _Answer:
             choices.append(shown)
             self._count(choice.index)
         answer = self._envelope("chat.completion", choices, transcript.fingerprint)
-        answer["usage"] = usage_object(transcript.usage)
         if self._options.return_token_ids:
             answer["prompt_token_ids"] = list(self._job.requests[0].prompt_token_ids)
-        if self._options.provenance:
-            answer["jdisagg"] = provenance_object(transcript)
-        return answer
+        return self._options.with_totals(answer, transcript)
 
     def _count(self, index: int) -> None:
         """What became of the tools that were offered, once a choice has ended."""
@@ -128,28 +125,25 @@ class _Answer:
         transcript = self._edge.transcript(self._job, keep_text=False)
         plain = None
         if self._num_top is None and self._is_text and not self._options.shows_more:
-            plain = PlainChunks(lambda delta: self._with_usage(self._text_chunk(delta, self._news(delta)), transcript))
+            plain = PlainChunks(lambda delta: self._options.with_usage(self._text_chunk(delta, self._news(delta)), transcript))
         opened: set[int] = set()
         async with aclosing(self._edge.stream(self._job)) as deltas:
             async for delta in deltas:
                 transcript.add(delta)
                 if delta.index not in opened:
-                    yield self._with_usage(self._first_chunk(delta, shows_prompt=not opened), transcript)
+                    yield self._options.with_usage(self._first_chunk(delta, shows_prompt=not opened), transcript)
                     opened.add(delta.index)
                 shows_tokens = self._options.return_token_ids and delta.token_ids
                 if plain is not None and (chunk := plain.chunk(delta, delta.fingerprint)) is not None:
                     yield chunk
                 elif (news := self._news(delta)) or delta.logprobs or shows_tokens:
-                    yield self._with_usage(self._text_chunk(delta, news), transcript)
+                    yield self._options.with_usage(self._text_chunk(delta, news), transcript)
                 if delta.finish is not None:
                     self._count(delta.index)
-                    yield self._with_usage(self._last_chunk(delta, transcript), transcript)
+                    yield self._options.with_usage(self._last_chunk(delta, transcript), transcript)
         if self._options.include_usage:
-            event = self._envelope("chat.completion.chunk", [], transcript.fingerprint)
-            event["usage"] = usage_object(transcript.usage)
-            if self._options.provenance:
-                event["jdisagg"] = provenance_object(transcript)
-            yield event
+            end = self._envelope("chat.completion.chunk", [], transcript.fingerprint)
+            yield self._options.with_totals(end, transcript)
 
     def _first_chunk(self, delta: Delta, *, shows_prompt: bool) -> dict[str, Any]:
         event = self._chunk(delta, {"role": "assistant", "content": self._nothing})
@@ -181,14 +175,6 @@ class _Answer:
     ) -> dict[str, Any]:
         choice = {"index": delta.index, "delta": shown, "logprobs": logprobs, "finish_reason": finish}
         return self._envelope("chat.completion.chunk", [choice], delta.fingerprint)
-
-    def _with_usage(self, event: dict[str, Any], transcript: Transcript) -> dict[str, Any]:
-        """The chunk, with what has come so far or with null, as the request has it."""
-        if self._options.continuous_usage:
-            event["usage"] = usage_object(transcript.usage)
-        elif self._options.include_usage:
-            event["usage"] = None
-        return event
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]], fingerprint: str | None) -> dict[str, Any]:
         return {

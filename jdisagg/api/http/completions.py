@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -29,7 +28,7 @@ from jdisagg.api.http.parameters import (
 )
 from jdisagg.api.http.plain_chunks import PlainChunks
 from jdisagg.api.http.request_id import request_id_of
-from jdisagg.api.http.shapes import completion_logprobs, prompt_logprobs, provenance_object, usage_object
+from jdisagg.api.http.shapes import completion_logprobs, prompt_logprobs, provenance_object
 from jdisagg.api.http.unserved import COMPLETION_FIELDS, refuse_unserved
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import SamplingParams
@@ -92,11 +91,7 @@ class _Answer:
     def whole(self, transcript: Transcript) -> dict[str, Any]:
         """The response of a request that does not stream."""
         choices = [self._choice(choice, shows_prompt=True) for choice in transcript.choices]
-        answer = self._envelope(choices, transcript)
-        answer["usage"] = usage_object(transcript.usage)
-        if self._options.provenance:
-            answer["jdisagg"] = provenance_object(transcript)
-        return answer
+        return self._options.with_totals(self._envelope(choices, transcript), transcript)
 
     async def events(self) -> AsyncGenerator[Event]:
         """The chunks of a request that streams; the first one of each choice has its prompt's tokens, if they are wanted."""
@@ -110,17 +105,11 @@ class _Answer:
                 if plain is not None and (chunk := plain.chunk(delta, transcript.fingerprint)) is not None:
                     yield chunk
                 elif has_many_scores([delta]):
-                    yield await self._edge.beside(partial(self._long_chunk, delta, transcript))
+                    yield await self._edge.beside(lambda delta=delta: long_json(self._event(delta, transcript)))
                 elif event := self._chunk(delta, transcript):
                     yield event
         if self._options.include_usage:
-            event = self._envelope([], transcript) | {"usage": usage_object(transcript.usage)}
-            if self._options.provenance:
-                event["jdisagg"] = provenance_object(transcript)
-            yield event
-
-    def _long_chunk(self, delta: Delta, transcript: Transcript) -> bytes:
-        return long_json(self._event(delta, transcript))
+            yield self._options.with_totals(self._envelope([], transcript), transcript)
 
     def _chunk(self, delta: Delta, transcript: Transcript) -> dict[str, Any] | None:
         shows_tokens = self._options.return_token_ids and delta.token_ids
@@ -131,13 +120,9 @@ class _Answer:
     def _event(self, delta: Delta, transcript: Transcript) -> dict[str, Any]:
         event = self._envelope([self._choice(delta, shows_prompt=delta.index not in self._begun)], transcript)
         self._begun.add(delta.index)
-        if self._options.continuous_usage:
-            event["usage"] = usage_object(transcript.usage)
-        elif self._options.include_usage:
-            event["usage"] = None
         if self._options.provenance and not self._options.include_usage and transcript.is_finished:
             event["jdisagg"] = provenance_object(transcript)
-        return event
+        return self._options.with_usage(event, transcript)
 
     def _envelope(self, choices: list[dict[str, Any]], transcript: Transcript) -> dict[str, Any]:
         return {

@@ -7,6 +7,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from jdisagg.api.generation.choice import Transcript
 from jdisagg.api.generation.context_length import Prompt
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import Job, SpecialTokens, TextRequest
@@ -15,6 +16,7 @@ from jdisagg.api.http.body import Body, wrong_type
 from jdisagg.api.http.connection import while_connected
 from jdisagg.api.http.forced_calls import TOOLS, with_function
 from jdisagg.api.http.grammars import GRAMMAR, read_grammar
+from jdisagg.api.http.shapes import provenance_object, usage_object
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.json_values import is_number
 from jdisagg.core.requests import SamplingParams
@@ -38,6 +40,21 @@ class ResponseOptions:
     def shows_more(self) -> bool:
         """Of each token, or with each chunk, than its text."""
         return self.return_token_ids or self.continuous_usage
+
+    def with_usage(self, chunk: dict[str, Any], transcript: Transcript) -> dict[str, Any]:
+        """A chunk, with what has come so far or with null, as the request has it."""
+        if self.continuous_usage:
+            chunk["usage"] = usage_object(transcript.usage)
+        elif self.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def with_totals(self, answer: dict[str, Any], transcript: Transcript) -> dict[str, Any]:
+        """A whole answer, or the chunk that ends one."""
+        answer["usage"] = usage_object(transcript.usage)
+        if self.provenance:
+            answer["jdisagg"] = provenance_object(transcript)
+        return answer
 
 
 def read_options(request: Request, body: Body) -> ResponseOptions:
