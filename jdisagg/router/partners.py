@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from jdisagg.core.fingerprint import Difference, difference
-from jdisagg.core.fleet import Key, Member
+from jdisagg.core.fleet import Member
 from jdisagg.core.requests import Role
 from jdisagg.core.told import first_of
 
-LONELY_S = 300.0  # a roll-out passes through it: new workers load while all that would pair with them do, too
 _SHOWN = 12  # characters of a fingerprint
 _OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 _THEN = {  # what becomes of them
@@ -53,28 +52,6 @@ class Partners:
         role = lonely[0].role
         both = self._of | {role: list(lonely)}
         return f"{_THEN[role]}: {differing(both[Role.PREFILL], both[Role.DECODE])} must be the same on both"
-
-
-class LonelyWatch:
-    """Asked now and then; names each worker once that has lacked a partner for LONELY_S."""
-
-    def __init__(self) -> None:
-        self._since_s: dict[Key, float] = {}
-        self._said: set[Key] = set()
-
-    def look(self, partners: Partners, but_not: frozenset[Key], now_s: float) -> str | None:
-        """What to tell the operator, or None: of one role at a time. `but_not`: those of whom more is told elsewhere."""
-        lonely = {member.key: member for role in _OTHER for member in partners.of(role) if partners.lacks(member)}
-        self._since_s = {key: self._since_s.get(key, now_s) for key in lonely if key not in but_not}
-        self._said &= self._since_s.keys()
-        due = [key for key, since_s in self._since_s.items() if key not in self._said and now_s - since_s >= LONELY_S]
-        if not due:
-            return None
-        role = lonely[due[0]].role
-        due = [key for key in due if lonely[key].role is role]
-        self._said.update(due)
-        members = [lonely[key] for key in due]
-        return f"{role.value} {named(members)} {partners.why(members)}; it has been so for {LONELY_S / 60:g} minutes"
 
 
 def differing(ps: Sequence[Member], ds: Sequence[Member]) -> str:

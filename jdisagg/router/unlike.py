@@ -7,13 +7,12 @@ single worker would have given, to the last bit: so who has the bits of a stream
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from jdisagg.core.bits import SAME_BY, are_unlike
-from jdisagg.core.fleet import Key, Member
+from jdisagg.core.fleet import Member
 from jdisagg.core.told import first_of
 
-SETTLE_S = 10.0  # restarts and upgrades pass through such states
 THEN = (
     "a stream that moves between them goes on, but is not the same to the last bit as --numerics exact would have it; "
     f"{SAME_BY} give the same"
@@ -46,29 +45,11 @@ class Usual:
         """The same, and what follows."""
         return f"{self.differs(member)}: {THEN}"
 
-
-class BitsWatch:
-    """Asked now and then; names once each set of workers that stays so."""
-
-    def __init__(self) -> None:
-        self._unlike: frozenset[Key] = frozenset()
-        self._since_s = 0.0
-        self._is_said = True
-
-    def look(self, members: Sequence[Member], now_s: float) -> str | None:
-        """What to tell the operator, or None."""
-        usual = Usual(members)
-        found = [member for member in members if usual.lacks(member)]
-        unlike = frozenset(member.key for member in found)
-        if unlike != self._unlike:
-            self._is_said = self._is_said and unlike < self._unlike  # nothing new where one of them has left
-            self._unlike, self._since_s = unlike, now_s
-        if self._is_said or not unlike or now_s - self._since_s < SETTLE_S:
-            return None
-        self._is_said = True
+    def why_all(self, members: Iterable[Member]) -> str:
+        """The same of several, who they are."""
         alike: dict[str, list[str]] = {}
-        for member in found:
-            alike.setdefault(usual.differs(member), []).append(f"{member.role.value} worker {member.worker}")
+        for member in members:
+            alike.setdefault(self.differs(member), []).append(f"{member.role.value} worker {member.worker}")
         told = [f"{first_of(names, ', ')}: {differs}" for differs, names in alike.items()]
         return f"{first_of(told, '; ')}: {THEN}"
 

@@ -28,8 +28,7 @@ from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.router.entrance import Entrance
 from jdisagg.router.entry import Entry
 from jdisagg.router.fleet import Fleet
-from jdisagg.router.pairing import PairingWatch
-from jdisagg.router.unlike import BitsWatch
+from jdisagg.router.watch import FleetWatch
 from jdisagg.router.worker_news import EVICTED, REPLACED, WorkerNews
 
 log = logging.getLogger(__name__)
@@ -161,23 +160,22 @@ class Workers:
         self._changed = asyncio.Event()
 
     async def _sweep_forever(self) -> None:
-        pairing, bits = PairingWatch(), BitsWatch()
+        watch = FleetWatch()
         while True:
             self._due_s = monotonic() + self._config.heartbeat_s
             await asyncio.sleep(self._config.heartbeat_s)
             try:
-                self._sweep(pairing, bits)
+                self._sweep(watch)
             except Exception:  # a bug of ours: without sweeps nobody would be evicted, or connected again
                 log.exception("looking after the workers failed; looking again")
                 await asyncio.sleep(AFTER_BUG_S)
 
-    def _sweep(self, pairing: PairingWatch, bits: BitsWatch) -> None:
+    def _sweep(self, watch: FleetWatch) -> None:
         for entry in self.fleet.evict(self._excuse()):
             self._lose(entry, EVICTED)
         self._connect_missing()
-        for watch in (pairing, bits):
-            if (why := watch.look(self.fleet.members(), monotonic())) is not None:
-                log.warning("%s", why)
+        for why in watch.look(self.fleet.members(), monotonic()):
+            log.warning("%s", why)
 
     def _excuse(self) -> float:
         """What this process is late by is not the workers' silence, whichever message it reads first; returns the time."""

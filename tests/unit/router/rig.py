@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from jdisagg.core.fleet import Member
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Role, SamplingParams
+from jdisagg.router.watch import FleetWatch
 from tests.unit.router.fakes import FakeWorker, Router, expected
 from tests.unit.wire.rig import request, until
 
@@ -27,6 +31,13 @@ def assert_whole(asked: EngineRequest, outputs: list[Output]) -> None:
     assert tokens(outputs) == expected(asked)
     assert [output.finish for output in outputs if output.finish] == [FinishReason.LENGTH]
     assert {output.attempt for output in outputs} == {asked.attempt}
+
+
+def look(watch: FleetWatch, members: Sequence[Member], now_s: float) -> str | None:
+    """What an operator is told, where that is one thing at most."""
+    said = watch.look(members, now_s)
+    assert len(said) <= 1, said
+    return said[0] if said else None
 
 
 async def fleet(*workers: FakeWorker, router: Router) -> list[FakeWorker]:

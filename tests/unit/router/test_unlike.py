@@ -13,10 +13,11 @@ from jdisagg.core.requests import Output, Role
 from jdisagg.router.fleet import Fleet
 from jdisagg.router.flight import Flight
 from jdisagg.router.prefixes import NOWHERE, Kept, Near
-from jdisagg.router.unlike import SETTLE_S, BitsWatch, Usual
+from jdisagg.router.unlike import Usual
 from jdisagg.router.usable import ANY_REQUEST, Wishes
+from jdisagg.router.watch import SETTLE_S, FleetWatch
 from tests.unit.router.fakes import FakeWorker, Router
-from tests.unit.router.rig import ask, assert_whole, collect, fleet, stop, tokens
+from tests.unit.router.rig import ask, assert_whole, collect, fleet, look, stop, tokens
 from tests.unit.router.test_idle_fleet import idle_fleet
 from tests.unit.router.test_late_registrations import MEMBER
 from tests.unit.wire.rig import member, request, run_quiet, until
@@ -53,10 +54,10 @@ def test_many_that_hold_less_and_tried_fewer_tokens_hide_nobody() -> None:
 
 
 def test_those_that_compute_unlike_others_each_in_a_way_of_its_own_are_named_with_their_bits() -> None:
-    watch, apart = BitsWatch(), [worker(n, bits, weights="others") for n, bits in ((7, A), (8, A), (9, B))]
+    watch, apart = FleetWatch(), [worker(n, bits, weights="others") for n, bits in ((7, A), (8, A), (9, B))]
     members = [*[worker(n, A) for n in (1, 2, 3)], worker(4, B), worker(5, "a48-cccc"), worker(6, B), *apart]
-    assert watch.look(members, 0.0) is None
-    said = watch.look(members, SETTLE_S)
+    assert look(watch, members, 0.0) is None
+    said = look(watch, members, SETTLE_S)
     assert said is not None
     assert said.startswith(
         f"decode worker pid 4 @ h:4, decode worker pid 6 @ h:6: bits {B}, where 3 workers of its weights compute {A}; "
@@ -66,27 +67,27 @@ def test_those_that_compute_unlike_others_each_in_a_way_of_its_own_are_named_wit
 
 
 def test_who_computes_other_bits_is_named_once_it_stays_so() -> None:
-    watch, members = BitsWatch(), [worker(1, A), worker(2, A, role=Role.PREFILL), worker(3, B)]
-    assert watch.look(members, 0.0) is None, "an upgrade passes through it"
-    assert watch.look(members, SETTLE_S - 0.1) is None
-    said = watch.look(members, SETTLE_S)
+    watch, members = FleetWatch(), [worker(1, A), worker(2, A, role=Role.PREFILL), worker(3, B)]
+    assert look(watch, members, 0.0) is None, "an upgrade passes through it"
+    assert look(watch, members, SETTLE_S - 0.1) is None
+    said = look(watch, members, SETTLE_S)
     assert said is not None
     assert said.startswith(f"decode worker pid 3 @ h:3: bits {B}, where 2 workers of its weights compute {A}: ")
     assert "--tensor-parallel-size" in said
-    assert watch.look(members, 9 * SETTLE_S) is None
+    assert look(watch, members, 9 * SETTLE_S) is None
 
 
 def test_who_joins_them_is_news_and_who_leaves_is_not() -> None:
-    watch = BitsWatch()
+    watch = FleetWatch()
     alike, odd, odder = [worker(n, A) for n in (1, 2, 3, 4)], worker(5, B), worker(6, B)
     found = []
     for step, members in enumerate([[*alike, odd], [*alike, odd], [*alike, odd, odder], [*alike, odd, odder], [*alike, odder]]):
-        found.append(watch.look(members, step * SETTLE_S))
-    found += [watch.look([*alike, odder], 9 * SETTLE_S), watch.look(alike, 10 * SETTLE_S)]
+        found.append(look(watch, members, step * SETTLE_S))
+    found += [look(watch, [*alike, odder], 9 * SETTLE_S), look(watch, alike, 10 * SETTLE_S)]
     assert [said is not None for said in found] == [False, True, False, True, False, False, False]
     assert found[3] is not None
     assert found[3].startswith("decode worker pid 5 @ h:5, decode worker pid 6 @ h:6: bits ")
-    assert [watch.look([*alike, odd], n * SETTLE_S) is not None for n in (11, 12)] == [False, True], "it is back"
+    assert [look(watch, [*alike, odd], n * SETTLE_S) is not None for n in (11, 12)] == [False, True], "it is back"
 
 
 def test_fleet_list_says_so_of_one_that_serves_and_the_metric_counts_it() -> None:

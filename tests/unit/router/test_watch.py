@@ -1,4 +1,4 @@
-"""A fleet whose prefill and decode workers cannot pair is told of once, and not while it only restarts."""
+"""A fleet whose prefill and decode workers cannot pair, or compute unlike bits, is told of once, and not while it restarts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 from jdisagg.core.fleet import Member
 from jdisagg.core.requests import Role
 from jdisagg.router import partners
-from jdisagg.router.pairing import SETTLE_S, PairingWatch
-from jdisagg.router.partners import LONELY_S, differing
+from jdisagg.router.partners import differing
+from jdisagg.router.watch import LONELY_S, SETTLE_S, FleetWatch
+from tests.unit.router.rig import look
 from tests.unit.wire.rig import member
 
 P = member(role=Role.PREFILL, worker="pid 1 @ h:1", fingerprint="f" * 64)
@@ -19,20 +20,20 @@ PAIRED = member(D, fingerprint=P.card.fingerprint)
 
 
 def test_workers_that_stay_apart_are_named_once() -> None:
-    watch = PairingWatch()
-    assert watch.look((P, D), 0.0) is None, "it may be a restart"
-    said = watch.look((P, D), SETTLE_S)
+    watch = FleetWatch()
+    assert look(watch, (P, D), 0.0) is None, "it may be a restart"
+    said = look(watch, (P, D), SETTLE_S)
     assert said is not None
     assert "pid 1 @ h:1 (fingerprint ffffffffffff)" in said
     assert "pid 2 @ h:2 (fingerprint eeeeeeeeeeee)" in said
     assert "do not pair: weights, model configuration and --numerics must be the same on both" in said
-    assert watch.look((P, D), 5 * SETTLE_S) is None
+    assert look(watch, (P, D), 5 * SETTLE_S) is None
 
 
 def test_decode_workers_that_may_not_compute_prompts_are_said_to_serve_nothing() -> None:
-    watch, strict = PairingWatch(), replace(D, needs_prefill=True)
-    watch.look((P, strict), 0.0)
-    said = watch.look((P, strict), SETTLE_S)
+    watch, strict = FleetWatch(), replace(D, needs_prefill=True)
+    look(watch, (P, strict), 0.0)
+    said = look(watch, (P, strict), SETTLE_S)
     assert said is not None
     assert said.endswith("must be the same on both; --local-prefill never: they serve nothing")
     assert "compute their prompts" not in said
@@ -64,43 +65,43 @@ def made_of(like: Member, numerics: str, weights: str) -> Member:
     ],
 )
 def test_what_differs_between_workers_that_stay_apart_is_told(members: tuple[Member, ...], differing: str) -> None:
-    watch = PairingWatch()
-    watch.look(members, 0.0)
-    said = watch.look(members, SETTLE_S)
+    watch = FleetWatch()
+    look(watch, members, 0.0)
+    said = look(watch, members, SETTLE_S)
     assert said is not None
     assert f" do not pair: {differing} must be the same on both; " in said
 
 
 def test_a_decode_worker_that_never_computes_prompts_is_named_where_others_have_all_the_prefill_workers() -> None:
-    watch, needy = PairingWatch(), replace(D, needs_prefill=True)
+    watch, needy = FleetWatch(), replace(D, needs_prefill=True)
     members = (P, PAIRED, needy)
-    assert watch.look(members, 0.0) is None
-    said = watch.look(members, SETTLE_S)
+    assert look(watch, members, 0.0) is None
+    said = look(watch, members, SETTLE_S)
     assert said is not None
     assert said.startswith("prefill worker pid 1 @ h:1 (fingerprint ffffffffffff) and decode worker pid 2 @ h:2 (")
     assert said.endswith("they serve nothing")
-    assert watch.look(members, 5 * SETTLE_S) is None
+    assert look(watch, members, 5 * SETTLE_S) is None
 
 
 def test_another_set_is_named_again_and_so_is_the_same_one_after_it_paired() -> None:
-    watch, other = PairingWatch(), replace(P, epoch="b")
-    assert watch.look((P, D), 0.0) is watch.look((P, PAIRED), 1.0) is None
-    assert watch.look((P, D), 2.0) is None
-    assert watch.look((P, D), SETTLE_S + 1.9) is None
-    assert watch.look((P, D), SETTLE_S + 2.0)
-    assert watch.look((other, D), 20.0) is None
-    assert watch.look((other, D), 20.0 + SETTLE_S)
-    assert watch.look((other, PAIRED), 40.0) is None
-    assert watch.look((other, D), 41.0) is None
-    assert watch.look((other, D), 41.0 + SETTLE_S)
+    watch, other = FleetWatch(), replace(P, epoch="b")
+    assert look(watch, (P, D), 0.0) is look(watch, (P, PAIRED), 1.0) is None
+    assert look(watch, (P, D), 2.0) is None
+    assert look(watch, (P, D), SETTLE_S + 1.9) is None
+    assert look(watch, (P, D), SETTLE_S + 2.0)
+    assert look(watch, (other, D), 20.0) is None
+    assert look(watch, (other, D), 20.0 + SETTLE_S)
+    assert look(watch, (other, PAIRED), 40.0) is None
+    assert look(watch, (other, D), 41.0) is None
+    assert look(watch, (other, D), 41.0 + SETTLE_S)
 
 
 def test_a_fleet_with_one_kind_alone_half_upgraded_or_leaving_is_fine() -> None:
-    watch, unified = PairingWatch(), replace(D, role=Role.UNIFIED)
+    watch, unified = FleetWatch(), replace(D, role=Role.UNIFIED)
     fine = ((P,), (D,), (P, PAIRED, D), (P, unified), (replace(P, draining=True), D), (P, replace(D, draining=True)))
     for members in fine:
         for now_s in (0.0, SETTLE_S, 2 * SETTLE_S):
-            assert watch.look(members, now_s) is None, members
+            assert look(watch, members, now_s) is None, members
 
 
 def test_of_many_workers_those_that_are_alike_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,24 +141,34 @@ def test_one_that_is_alone_with_its_weights_beside_a_fleet_that_pairs_is_named_o
     odd: Member, others: tuple[Member, ...], told: str
 ) -> None:
     """A roll-out passes through it."""
-    watch, members = PairingWatch(), (*others, odd)
-    assert watch.look(members, 100.0) is watch.look(members, 99.0 + LONELY_S) is None
-    assert watch.look(members, 100.0 + LONELY_S) == told
-    assert watch.look(members, 100.0 + 9 * LONELY_S) is None
-    assert watch.look(others, 5000.0) is None
-    assert watch.look(members, 5001.0) is watch.look(members, 5000.0 + LONELY_S) is None, "it was away meanwhile"
-    assert watch.look(members, 5001.0 + LONELY_S) == told
+    watch, members = FleetWatch(), (*others, odd)
+    assert look(watch, members, 100.0) is look(watch, members, 99.0 + LONELY_S) is None
+    assert look(watch, members, 100.0 + LONELY_S) == told
+    assert look(watch, members, 100.0 + 9 * LONELY_S) is None
+    assert look(watch, others, 5000.0) is None
+    assert look(watch, members, 5001.0) is look(watch, members, 5000.0 + LONELY_S) is None, "it was away meanwhile"
+    assert look(watch, members, 5001.0 + LONELY_S) == told
 
 
 def test_several_that_are_alone_are_one_line_of_each_role_and_those_that_stay_apart_are_told_of_as_such() -> None:
-    watch, twin = PairingWatch(), replace(OTHER_P, address="h:4", worker="pid 4 @ h:4")
+    watch, twin = FleetWatch(), replace(OTHER_P, address="h:4", worker="pid 4 @ h:4")
     members = (P, PAIRED, OTHER_P, twin)
-    assert watch.look(members, 0.0) is None
-    said = watch.look(members, LONELY_S)
+    assert look(watch, members, 0.0) is None
+    said = look(watch, members, LONELY_S)
     assert said is not None
     assert said.startswith("prefill workers pid 3 @ h:3 (fingerprint eeeeeeeeeeee), pid 4 @ h:4 (")
-    assert watch.look(members, LONELY_S) is None
-    watch = PairingWatch()
-    assert watch.look((P, D), 0.0) is None
-    assert "do not pair" in (watch.look((P, D), LONELY_S) or "")
-    assert watch.look((P, D), 2 * LONELY_S) is None, "the same once more"
+    assert look(watch, members, LONELY_S) is None
+    watch = FleetWatch()
+    assert look(watch, (P, D), 0.0) is None
+    assert "do not pair" in (look(watch, (P, D), LONELY_S) or "")
+    assert look(watch, (P, D), 2 * LONELY_S) is None, "the same once more"
+
+
+def test_nothing_is_told_while_more_of_them_come_and_then_of_all_at_once() -> None:
+    watch, here = FleetWatch(), [P]
+    for number in range(4):
+        here.append(replace(D, address=f"h:{number}", epoch=f"e{number}", worker=f"pid {number + 5} @ h:{number}"))
+        assert look(watch, here, number * (SETTLE_S - 1.0)) is None
+    said = look(watch, here, 3 * (SETTLE_S - 1.0) + SETTLE_S)
+    assert said is not None
+    assert all(f"pid {number + 5} @ h:{number}" in said for number in range(4))
