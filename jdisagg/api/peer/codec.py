@@ -5,6 +5,7 @@ An event this version does not know decodes to None, like a heartbeat: it shows 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf
 from typing import Any
 
@@ -43,15 +44,10 @@ from jdisagg.v1 import common_pb2, peer_pb2
 DOWN_HEARTBEAT = peer_pb2.PrefillRequest(heartbeat=peer_pb2.PrefillRequest.Heartbeat())
 UP_HEARTBEAT = peer_pb2.PrefillResponse(heartbeat=peer_pb2.PrefillResponse.Heartbeat())
 MOST_COUNTED = 2**40  # tokens or bytes of one hand-off
-_EVENTS: dict[type, tuple[str, type[Message]]] = {  # how those travel that hold nothing but values, and a range of tokens
-    Grant: ("grant", peer_pb2.Grant),
-    Ack: ("ack", peer_pb2.Ack),
-    Want: ("want", peer_pb2.Want),
-    ChunkReady: ("chunk_ready", peer_pb2.ChunkReady),
-    Declined: ("declined", peer_pb2.Declined),
-    Accepted: ("accepted", peer_pb2.Accepted),
-    Started: ("started", peer_pb2.Started),
-    Parked: ("parked", peer_pb2.Parked),
+_EVENTS = {  # by the name of what they hold
+    event.message_type.name: event.name
+    for stream in (peer_pb2.PrefillRequest, peer_pb2.PrefillResponse)
+    for event in stream.DESCRIPTOR.fields
 }
 
 
@@ -67,33 +63,7 @@ def encode_down(message: Down, *, epoch: str, now_s: float, pulse: str = "") -> 
 
 def decode_down(message: peer_pb2.PrefillRequest, now_s: float) -> Down | None:
     """Raises InvalidRequest when Open holds no valid request, or a chunk's shape does not have four axes."""
-    match message.WhichOneof("event"):
-        case "open":
-            request = decode_request(message.open.request, now_s)
-            if message.open.held_tokens < 0:
-                raise InvalidRequest(f"held_tokens: wanted >= 0, got {message.open.held_tokens}", field="held_tokens")
-            return Open(
-                request=request,
-                held_tokens=message.open.held_tokens,
-                backend=message.open.backend,
-                backends=tuple(message.open.backends),
-                head_shards=max(1, message.open.head_shards),
-                max_piece_tokens=max(0, message.open.max_piece_tokens) or None,
-                lending=_decode_lending(message.open.lending) if message.open.HasField("lending") else None,
-                goes_on=message.open.goes_on,
-            )
-        case "grant":
-            return Grant(credit_bytes=message.grant.credit_bytes)
-        case "ack":
-            return Ack(key=message.ack.key)
-        case "want":
-            return _decode_want(message.want)
-        case "chunk_ready":
-            return _decode_chunk(message.chunk_ready)
-        case "declined":
-            return Declined(reason=told(message.declined.reason))
-        case _:
-            return None
+    return _decode_open(message.open, now_s) if message.HasField("open") else _decode_event(message)
 
 
 def encode_up(message: Up) -> peer_pb2.PrefillResponse:
@@ -111,27 +81,7 @@ def encode_up(message: Up) -> peer_pb2.PrefillResponse:
 
 def decode_up(message: peer_pb2.PrefillResponse) -> Up | None:
     """Raises InvalidRequest for a chunk whose shape does not have four axes, and for a score that is none."""
-    match message.WhichOneof("event"):
-        case "accepted":
-            return Accepted(cached_tokens=message.accepted.cached_tokens)
-        case "started":
-            return Started()
-        case "parked":
-            return Parked()
-        case "chunk_ready":
-            return _decode_chunk(message.chunk_ready)
-        case "done":
-            return Done(first=_decode_first(message.done.first), num_chunks=message.done.num_chunks)
-        case "refused":
-            return Refused(error=decode_error(message.refused.error))
-        case "want":
-            return _decode_want(message.want)
-        case "grant":
-            return Grant(credit_bytes=message.grant.credit_bytes)
-        case "ack":
-            return Ack(key=message.ack.key)
-        case _:
-            return None
+    return _decode_event(message)
 
 
 class UpStream:
@@ -154,11 +104,34 @@ class UpStream:
 
 
 def _as_event(message: Down | Up) -> dict[str, Any]:
-    """One of `_EVENTS` by its name."""
-    name, kind = _EVENTS[type(message)]
+    """One that holds nothing but values, and a range of tokens, by its name; it is called on the wire as here."""
+    name = type(message).__name__
+    kind: type[Message] = getattr(peer_pb2, name)
     if isinstance(message, Want | ChunkReady):
-        return {name: encode_fields(message, kind, range=peer_pb2.Range(begin=message.begin, end=message.end))}
-    return {name: encode_fields(message, kind)}
+        return {_EVENTS[name]: encode_fields(message, kind, range=peer_pb2.Range(begin=message.begin, end=message.end))}
+    return {_EVENTS[name]: encode_fields(message, kind)}
+
+
+def _decode_event(message: Message) -> Any:
+    """What either side may say, but for Open; None for what is not known."""
+    name = message.WhichOneof("event") or ""
+    return _DECODERS[name](getattr(message, name)) if name in _DECODERS else None
+
+
+def _decode_open(message: peer_pb2.Open, now_s: float) -> Open:
+    request = decode_request(message.request, now_s)
+    if message.held_tokens < 0:
+        raise InvalidRequest(f"held_tokens: wanted >= 0, got {message.held_tokens}", field="held_tokens")
+    return Open(
+        request=request,
+        held_tokens=message.held_tokens,
+        backend=message.backend,
+        backends=tuple(message.backends),
+        head_shards=max(1, message.head_shards),
+        max_piece_tokens=max(0, message.max_piece_tokens) or None,
+        lending=_decode_lending(message.lending) if message.HasField("lending") else None,
+        goes_on=message.goes_on,
+    )
 
 
 def _decode_first(message: common_pb2.Output) -> Output:
@@ -215,3 +188,17 @@ def _decode_want(message: peer_pb2.Want) -> Want:
         backend=_name(message.backend),
         piece_tokens=message.piece_tokens,
     )
+
+
+_DECODERS: dict[str, Callable[[Any], Down | Up]] = {
+    "grant": lambda grant: Grant(credit_bytes=grant.credit_bytes),
+    "ack": lambda ack: Ack(key=ack.key),
+    "want": _decode_want,
+    "chunk_ready": _decode_chunk,
+    "declined": lambda declined: Declined(reason=told(declined.reason)),
+    "accepted": lambda accepted: Accepted(cached_tokens=accepted.cached_tokens),
+    "started": lambda _: Started(),
+    "parked": lambda _: Parked(),
+    "done": lambda done: Done(first=_decode_first(done.first), num_chunks=done.num_chunks),
+    "refused": lambda refused: Refused(error=decode_error(refused.error)),
+}
