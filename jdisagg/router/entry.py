@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from jdisagg.core.fleet import Key, Member, Standing, State
+from jdisagg.core.fleet import Key, Member
 from jdisagg.core.requests import Role
 from jdisagg.router.worker_cache import WorkerCache
 
@@ -44,6 +44,7 @@ class Entry:
     others: int = 0  # requests on it that are not ours, as it last told
     others_tokens: int = 0  # of P: what it has to compute besides
     suspect_until_s: float = 0.0
+    is_ready_told: bool = True  # by the log, or nothing was told
     reach: Reach = field(default_factory=Reach)
     cache: WorkerCache = field(init=False)  # of P
     key: Key = field(init=False)  # one object, as each prompt that it had remembers it
@@ -78,21 +79,6 @@ class Entry:
         load = self.member.load
         used = 1.0 - load.free_pages / load.total_pages if load.total_pages else 0.0
         return self.pending + self.others + used, self.pending
-
-    def standing(self, now_s: float) -> Standing:
-        """What is made of it, for operators: who does not serve for several reasons has the one that would stay."""
-        return Standing(*self._state(now_s), self.pending)
-
-    def _state(self, now_s: float) -> tuple[State, str]:
-        if self.member.draining:
-            return State.DRAINING, ""
-        if self.member.decodes and not self.linked:
-            return (State.UNREACHED, self.reach.why_not) if self.reach.why_not else (State.CONNECTING, "")
-        if self.is_quiet:
-            return State.SILENT, ""
-        if self.member.not_ready:
-            return State.NOT_READY, self.member.not_ready
-        return (State.SUSPECT if self.suspect_until_s > now_s else State.SERVING), ""
 
     def summary(self, now_s: float) -> dict[str, Any]:
         """As JSON-able data; of P also what decides where the next prompt goes."""

@@ -15,13 +15,9 @@ NO_PARTNER = "no prefill worker pairs with it (--local-prefill never)"
 
 
 def standing_among(entry: Entry, partners: Partners, now_s: float) -> Standing:
-    """Of one that nothing else is the matter with, whether it has somebody to pair with. Why not, `partners.why` says."""
-    found = entry.standing(now_s)
-    if found.state not in (State.SERVING, State.SUSPECT):
-        return found
-    if partners.leave_idle(entry.member):
-        return replace(found, state=State.NOT_READY, why=NO_PARTNER)
-    return replace(found, state=State.UNPAIRED) if partners.lacks(entry.member) else found
+    """For operators: who does not serve for several reasons has the one that would stay. Why nobody pairs with it,
+    `partners.why` says."""
+    return Standing(*_state(entry, partners, now_s), entry.pending)
 
 
 def standings_of(entries: Iterable[Entry], now_s: float) -> list[tuple[Member, Standing]]:
@@ -40,3 +36,20 @@ def standings_of(entries: Iterable[Entry], now_s: float) -> list[tuple[Member, S
             standing = replace(standing, why=usual.why(member))
         found.append((member, standing))
     return found
+
+
+def _state(entry: Entry, partners: Partners, now_s: float) -> tuple[State, str]:
+    member, why_unreached = entry.member, entry.reach.why_not
+    if member.draining:
+        return State.DRAINING, ""
+    if member.decodes and not entry.linked:
+        return State.UNREACHED if why_unreached else State.CONNECTING, why_unreached
+    if entry.is_quiet:
+        return State.SILENT, ""
+    if member.not_ready:
+        return State.NOT_READY, member.not_ready
+    if partners.leave_idle(member):
+        return State.NOT_READY, NO_PARTNER
+    if partners.lacks(member):
+        return State.UNPAIRED, ""
+    return State.SUSPECT if entry.suspect_until_s > now_s else State.SERVING, ""

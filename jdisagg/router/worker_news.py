@@ -56,13 +56,14 @@ class WorkerNews:
             text = "%s worker %s has registered, and this router does not reach it: %s; %s"
             log.warning(text, *_who(entry), reason, look)
 
-    def ready(self, entry: Entry) -> None:
-        """By its own word, and it was not."""
-        log.info("%s worker %s is ready", *_who(entry))
-
-    def not_ready(self, entry: Entry) -> None:
-        """By its own word, and it was."""
-        log.warning("%s worker %s gets no requests until it is ready: %s", *_who(entry), entry.member.not_ready)
+    def readiness(self, entry: Entry) -> bool:
+        """That it is ready by its own word, or is not, is said when it has changed; whether it is again."""
+        was_ready, entry.is_ready_told = entry.is_ready_told, not entry.member.not_ready
+        if was_ready and not entry.is_ready_told:
+            log.warning("%s worker %s gets no requests until it is ready: %s", *_who(entry), entry.member.not_ready)
+        elif entry.is_ready_told and not was_ready:
+            log.info("%s worker %s is ready", *_who(entry))
+        return entry.is_ready_told and not was_ready
 
     def gone(self, entry: Entry, reason: str) -> None:
         """Its stream, or a prefill worker's heartbeats, are over."""

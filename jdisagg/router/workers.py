@@ -88,22 +88,20 @@ class Workers:
         self.entrance.check(member, others, monotonic())
         self._excuse()
         known = self.fleet.process(member.address, member.epoch) is not None
-        before = self._why_not_ready(member.address, member.epoch)
         old = self.fleet.register(member, monotonic())
         if not known and not member.decodes:
             self._news.registered(member)
         if old is not None:
             self._lose(old, REPLACED)
-        self._say_whether_ready(member.address, before)
+        self._hear_whether_ready(member.address)
         self._connect_missing()
         self._notify()
 
     def heartbeat(self, address: str, epoch: str, report: Report) -> bool:
         """False when that process is not known."""
-        before = self._why_not_ready(address, epoch)
         known = self.fleet.heartbeat(address, epoch, report, monotonic())
         if known:
-            self._say_whether_ready(address, before)
+            self._hear_whether_ready(address)
         return known
 
     def prefill_for(self, address: str) -> tuple[str, ...] | None:
@@ -238,20 +236,10 @@ class Workers:
         if at_once and not self._closed:
             self._connect_missing()
 
-    def _why_not_ready(self, address: str, epoch: str) -> str:
-        """As that process said last; "" = it is, or is not known."""
-        entry = self.fleet.process(address, epoch)
-        return "" if entry is None else entry.member.not_ready
-
-    def _say_whether_ready(self, address: str, before: str) -> None:
-        """The worker there, by its own word, when that has changed: `before` is why not, until now."""
+    def _hear_whether_ready(self, address: str) -> None:
+        """What the worker there says of itself may be news."""
         entry = self.fleet.at(address)
-        if entry is None or bool(before) == bool(entry.member.not_ready):
-            return
-        if entry.member.not_ready:
-            self._news.not_ready(entry)
-        else:
-            self._news.ready(entry)
+        if entry is not None and self._news.readiness(entry):
             self._notify()
 
     def _lose(self, entry: Entry, reason: str) -> None:

@@ -14,7 +14,8 @@ from jdisagg.core.requests import Role
 from jdisagg.router import fleet_gauges
 from jdisagg.router.entry import Entry, RunStream
 from jdisagg.router.fleet import Fleet
-from jdisagg.router.standings import NO_PARTNER
+from jdisagg.router.partners import Partners
+from jdisagg.router.standings import NO_PARTNER, standing_among
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.rig import stop
 from tests.unit.router.test_late_registrations import MEMBER
@@ -30,43 +31,48 @@ def worker(role: Role = Role.DECODE, *, linked: bool = True, **says: object) -> 
     return entry
 
 
+def standing(entry: Entry, now_s: float) -> Standing:
+    """Of one that is alone."""
+    return standing_among(entry, Partners([entry.member]), now_s)
+
+
 @pytest.mark.parametrize("role", [Role.DECODE, Role.UNIFIED, Role.PREFILL])
 def test_a_worker_that_nothing_is_the_matter_with_serves(role: Role) -> None:
     entry = worker(role)
     entry.pending = 3
-    assert entry.standing(NOW_S) == Standing(State.SERVING, "", 3)
+    assert standing(entry, NOW_S) == Standing(State.SERVING, "", 3)
 
 
 def test_a_worker_that_decodes_is_connecting_until_its_stream_stands_and_unreached_once_that_is_known() -> None:
     entry = worker(linked=False)
-    assert entry.standing(NOW_S) == Standing(State.CONNECTING, "", 0)
+    assert standing(entry, NOW_S) == Standing(State.CONNECTING, "", 0)
     entry.reach.why_not = "UNAVAILABLE: refused"
-    assert entry.standing(NOW_S) == Standing(State.UNREACHED, "UNAVAILABLE: refused", 0)
+    assert standing(entry, NOW_S) == Standing(State.UNREACHED, "UNAVAILABLE: refused", 0)
 
 
 def test_a_worker_whose_stream_says_nothing_is_silent_whatever_it_said_last() -> None:
     entry = worker(not_ready="no prefill worker is reached")
     assert entry.stream is not None
     entry.stream.quiet_s = NOW_S
-    assert entry.standing(NOW_S).state is State.SILENT
+    assert standing(entry, NOW_S).state is State.SILENT
 
 
 def test_a_worker_that_says_it_is_not_ready_is_not_and_says_why() -> None:
-    assert worker(not_ready="no prefill worker").standing(NOW_S) == Standing(State.NOT_READY, "no prefill worker", 0)
+    assert standing(worker(not_ready="no prefill worker"), NOW_S) == Standing(State.NOT_READY, "no prefill worker", 0)
 
 
 def test_a_worker_that_failed_is_suspect_for_a_while() -> None:
     entry = worker()
     entry.suspect_until_s = NOW_S + SUSPECT_S
-    assert entry.standing(NOW_S).state is State.SUSPECT
-    assert entry.standing(NOW_S + SUSPECT_S).state is State.SERVING
+    assert standing(entry, NOW_S).state is State.SUSPECT
+    assert standing(entry, NOW_S + SUSPECT_S).state is State.SERVING
 
 
 @pytest.mark.parametrize("linked", [True, False])
 def test_a_worker_that_is_about_to_end_is_draining_whatever_else_is_the_matter(linked: bool) -> None:
     entry = worker(linked=linked, draining=True, not_ready="no prefill worker")
     entry.reach.why_not = "UNAVAILABLE"
-    assert entry.standing(NOW_S) == Standing(State.DRAINING, "", 0)
+    assert standing(entry, NOW_S) == Standing(State.DRAINING, "", 0)
 
 
 @pytest.mark.parametrize("partner", ["none", "of other weights", "draining", "there"])
