@@ -25,7 +25,6 @@ from jdisagg.core.requests import Role
 from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.leaving import Leaving
 from jdisagg.serve.text_edge import TextModel, make_edge
-from jdisagg.serve.wrong_keys import WrongKeys
 from jdisagg.v1 import admin_pb2_grpc, generation_pb2_grpc, kv_events_pb2_grpc, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -80,7 +79,7 @@ class Edges:
         kv_events_pb2_grpc.add_KVEventsServiceServicer_to_server(self._kv_events, server)
         services = tuple(f"jdisagg.v1.{name}" for name in names)
         self._health = HealthReporter(server, services, self.engine.health)
-        self.app = Leaving(WrongKeys(make_app(edge, self.engine, self._metrics_text, config.server)))
+        self.app = Leaving(make_app(edge, self.engine, self._metrics_text, config.server))
         metrics.set_build(role=config.role, model=self.model_name)
         metrics.set_ready(lambda: self.engine.health().serves)
 

@@ -37,7 +37,6 @@ from jdisagg.serve.leaving import Leaving
 from jdisagg.serve.process import Process, keep_what_is_there
 from jdisagg.serve.ready import Ready, announce
 from jdisagg.serve.text_edge import TextModel, make_edge, read_text_model
-from jdisagg.serve.wrong_keys import WrongKeys
 from jdisagg.text.grammar import Grammars
 from jdisagg.v1 import admin_pb2_grpc, fleet_pb2_grpc, generation_pb2_grpc
 
@@ -91,8 +90,7 @@ async def serve(config: Config, process: Process) -> int:
 
     admin = AdminService(drain=drain, stats=engine.debug_state, reset_prefix_cache=None)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
-    app = make_app(edge, engine, partial(_shown, metrics, engine), config.server)
-    leaving = Leaving(WrongKeys(app))
+    leaving = Leaving(make_app(edge, engine, partial(_shown, metrics, engine), config.server))
     http = HttpServer(leaving, listener)
     process.dump_with(engine.debug_state)
     await server.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
+from time import monotonic
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -31,6 +32,8 @@ from jdisagg.api.http.tokens import TokenEndpoints
 from jdisagg.api.turns import Turns
 from jdisagg.core.config import ServerConfig
 from jdisagg.core.errors import JdisaggError, RequestError, Unauthenticated
+from jdisagg.core.logs import Seldom
+from jdisagg.core.told import told
 from jdisagg.core.values import keys_of
 
 log = logging.getLogger(__name__)
@@ -46,6 +49,8 @@ _MEANT = (  # ends of paths, and the path that serves what is asked for there
     ("/tokenize", "/tokenize"),
     ("/detokenize", "/detokenize"),
 )
+REFUSED_EVERY_S = 60.0  # a line in the log: anybody who reaches the port can cause it
+_MOST_PATH = 100  # characters, there
 _GUARDED = ("/v1/", "/tokenize", "/detokenize")
 
 
@@ -116,16 +121,22 @@ def _counted(respond: Callable[[Edge, Request], Awaitable[Response]], edge: Edge
 
 
 class _ApiKeyGuard:
-    """Asks for `Authorization: Bearer KEY` on everything that uses the model."""
+    """Asks for `Authorization: Bearer KEY` on everything that uses the model. Who has none, or a wrong one, is in the log, or
+    nobody but they would know, as when a key was exchanged here and not there: never what they sent, which may be a good one
+    with a letter too many."""
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
         self._app = app
         self._expected = [key.encode() for key in api_keys]
+        self._seldom = Seldom(REFUSED_EVERY_S)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401."""
         guarded = scope["type"] == "http" and scope["path"].startswith(_GUARDED)
         if guarded and not is_bearer_of(Headers(scope=scope).get("authorization", "").encode(), self._expected):
+            where, (host, *_) = told(scope["path"], _MOST_PATH), scope.get("client") or ("?",)
+            text = "a call of %s from %s was refused (401): missing or wrong API key"
+            self._seldom.say(log, logging.WARNING, text, where, host, now_s=monotonic())
             error = Unauthenticated("missing or wrong API key; send the header 'Authorization: Bearer KEY'")
             await error_response(error)(scope, receive, send)
         else:

@@ -10,19 +10,19 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import Message, Scope
+from starlette.types import ASGIApp, Message, Scope
 
-from jdisagg.serve import wrong_keys
-from jdisagg.serve.wrong_keys import TOLD_EVERY_S, WrongKeys
+from jdisagg.api.http import app as http_app
+from jdisagg.api.http.app import REFUSED_EVERY_S, _ApiKeyGuard  # pyright: ignore[reportPrivateUsage]
 
 KEY = "Bearer good"
 
 
 async def answer(request: Request) -> Response:
-    return PlainTextResponse("here", 200 if request.headers.get("authorization") == KEY else 401)
+    return PlainTextResponse("here")
 
 
-def ask(app: WrongKeys, key: str) -> int:
+def ask(app: ASGIApp, key: str) -> int:
     """The status of a call with that key."""
     headers = [(b"authorization", key.encode())]
     scope: Scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": headers, "query_string": b""}
@@ -42,14 +42,14 @@ def test_a_wrong_key_is_one_line_a_minute_with_the_number_of_the_others_and_with
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now_s = [100.0]
-    monkeypatch.setattr(wrong_keys, "monotonic", lambda: now_s[0])
-    app = WrongKeys(Starlette(routes=[Route("/v1/models", answer)]))
+    monkeypatch.setattr(http_app, "monotonic", lambda: now_s[0])
+    app = _ApiKeyGuard(Starlette(routes=[Route("/v1/models", answer)]), ["good"])
     assert ask(app, KEY) == 200
     assert caplog.messages == []
     assert [ask(app, "Bearer goood") for _ in range(20)] == [401] * 20
     told = "a call of /v1/models from 203.0.113.7 was refused (401): missing or wrong API key"
     assert caplog.messages == [told]
-    now_s[0] += TOLD_EVERY_S
+    now_s[0] += REFUSED_EVERY_S
     ask(app, "Bearer goood")
     assert caplog.messages[1:] == [f"{told}; 19 more since it was last said"]
     assert not re.search("goo+d", caplog.text)
