@@ -37,7 +37,7 @@ _HOST_BUCKETS_S = (
 )
 _LATE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _ENDS = sorted({*(reason.value for reason in FinishReason), *RequestError.reasons()})
-LOSSES = ("closed", "broken", "silent", "stalled", "evicted", "replaced")
+LOSSES = ("closed", "broken", "silent", "evicted", "replaced")
 _CARRIERS = ("grpc", "tcp", "shm", "jax")  # backends that KV could be damaged on
 DAMAGE = ("checksum", "truncated")
 _RUNGS = ("refetch", "other_backend", "reconnect", "other_prefill", "local_prefill")

@@ -16,7 +16,7 @@ ENGINE_SECTIONS = ("model", "cache", "scheduler", "transfer", "device")
 _OF_ROUTERS_TOO = frozenset(
     (
         *("model", "served_model_name", "tool_call_parser"),
-        *("heartbeat_s", "dead_after_s", "lease_s", "cpu_affinity", "step_timeout_s"),
+        *("heartbeat_s", "dead_after_s", "lease_s", "cpu_affinity"),
     )
 )
 _OF_TEXT = frozenset(("tool_call_parser",))  # which prefill workers make none of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jdisagg.api.worker.client import CLOSED, SILENT, STALLED
+from jdisagg.api.worker.client import CLOSED, SILENT
 from jdisagg.core.errors import HandoffLost, RequestError
 from jdisagg.core.fleet import Key
 from jdisagg.router.entry import Entry
@@ -34,14 +34,13 @@ class Blame:
     """Of one request, in deaths."""
 
     def __init__(self) -> None:
-        self._stalls = 0
         self._by_worker: dict[Key, float] = {}  # of those that may come back
         self._last_attempt: int | None = None
 
     @property
     def deaths(self) -> float:
         """All together."""
-        return self._stalls + sum(self._by_worker.values())
+        return sum(self._by_worker.values())
 
     def add(self, lost: Lost, attempt: int) -> None:
         """It was in flight there, in that attempt, which is lost but once: what follows is said of the worker, which may end or
@@ -50,9 +49,7 @@ class Blame:
         if attempt == self._last_attempt:
             return
         self._last_attempt = attempt
-        if lost.reason == STALLED:  # alive with an engine that stands still: it comes back and is none the better for it
-            self._stalls += 1
-        elif lost.worker is not None:
+        if lost.worker is not None:
             self._by_worker[lost.worker] = SILENCE if lost.reason in (SILENT, EVICTED) else 1.0
 
     def clear(self, worker: Key) -> None:

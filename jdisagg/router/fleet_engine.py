@@ -2,7 +2,7 @@
 
     generate(request) -> place: least loaded D + ordered P list -> Submit on D's Run stream -> outputs to the client
          ^                                                                   |
-         +--- attempt + 1, generated_token_ids = everything delivered  <---  D died, stalled, or gave the request back
+         +--- attempt + 1, generated_token_ids = everything delivered  <---  D died, fell silent, or gave the request back
 
 What was delivered is never repeated and nothing is lost: the next worker continues behind the last delivered token, and
 outputs of an older attempt are dropped by its number. Brakes: `recovery`.
@@ -55,7 +55,6 @@ class FleetEngine:
         self,
         *,
         config: TransferConfig,
-        step_timeout_s: float,
         metrics: Metrics,
         replay: ReplayConfig | None = None,
         credentials: Credentials = INSECURE,
@@ -66,7 +65,6 @@ class FleetEngine:
         """`slow_request_s`: requests that take longer are logged with their life. `entrance`: which workers may join."""
         self.workers = Workers(
             config=config,
-            step_timeout_s=step_timeout_s,
             on_outputs=with_late_outputs(self._on_outputs, drill or Drill()),
             on_lost=self._on_lost,
             on_back=self._on_back,

@@ -7,7 +7,7 @@ import logging
 import grpc
 from prometheus_client import Counter
 
-from jdisagg.api.worker.client import CLOSED, SILENT, STALLED
+from jdisagg.api.worker.client import CLOSED, SILENT
 from jdisagg.core.fleet import WHERE_TO_LOOK, Member
 from jdisagg.router.entry import Entry
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 MANY_MISSES = 4  # attempts, seconds in all: one that ends is evicted before, one that starts is reached before
 EVICTED = "its heartbeats stopped"
 REPLACED = "another process took its address"
-LOSS_OF = {CLOSED: "closed", SILENT: "silent", STALLED: "stalled", EVICTED: "evicted", REPLACED: "replaced"}  # else "broken"
+LOSS_OF = {CLOSED: "closed", SILENT: "silent", EVICTED: "evicted", REPLACED: "replaced"}  # else "broken"
 
 
 class WorkerNews:

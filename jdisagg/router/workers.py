@@ -1,6 +1,6 @@
 """The live fleet: registrations, one Run stream per decode or unified worker, eviction, reconnection.
 
-A worker is lost when its stream breaks, falls silent or stalls, when its heartbeats stop, or when, after that, another process
+A worker is lost when its stream breaks or falls silent, when its heartbeats stop, or when, after that, another process
 registers at its address; each time `on_lost(entry, reason)` is called once. While such a process keeps heartbeating it is
 connected again: `on_back(entry)`, also the first time.
 Lives on one event loop.
@@ -19,7 +19,7 @@ from uuid import uuid4
 
 from jdisagg.api.channels import Credentials
 from jdisagg.api.tasks import cancel_and_wait, start_in
-from jdisagg.api.worker.client import CLOSED, SILENT, STALLED, WorkerLink
+from jdisagg.api.worker.client import CLOSED, SILENT, WorkerLink
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
 from jdisagg.core.fleet import Key, Member, Report, Standing
@@ -46,7 +46,6 @@ class Workers:
         self,
         *,
         config: TransferConfig,
-        step_timeout_s: float,
         on_outputs: Callable[[list[Output]], None],
         on_lost: Callable[[Entry, str], None],
         on_back: Callable[[Entry], None],
@@ -54,8 +53,7 @@ class Workers:
         credentials: Credentials,
         entrance: Entrance,
     ) -> None:
-        """`step_timeout_s`: an engine whose ticks stand still for this long while requests run is lost. `entrance`: who may
-        register."""
+        """`entrance`: who may register."""
         self.fleet = Fleet(dead_after_s=config.dead_after_s, lease_s=config.lease_s)
         self._config = config
         self._on_lost = on_lost
@@ -65,7 +63,6 @@ class Workers:
         self._link_to = partial(
             WorkerLink,
             config=config,
-            step_timeout_s=step_timeout_s,
             on_outputs=on_outputs,
             credentials=credentials,
             router=uuid4().hex,  # by which workers know this process
@@ -227,7 +224,7 @@ class Workers:
         """The link ended by itself."""
         self._links.pop(entry.key, None)
         now_s = monotonic()
-        broken = entry.stream if reason not in (CLOSED, SILENT, STALLED) else None
+        broken = entry.stream if reason not in (CLOSED, SILENT) else None
         at_once = broken is not None and now_s - broken.since_s > STEADY_S  # it may be the connection alone: nobody died then
         entry.reach.retry_at_s = now_s + (0.0 if at_once else RECONNECT_S)
         entry.reach.misses += not entry.linked

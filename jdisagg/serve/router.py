@@ -66,7 +66,6 @@ async def serve(config: Config, process: Process) -> int:
     metrics.set_build(role="router", model=model)
     engine = FleetEngine(
         config=config.transfer,
-        step_timeout_s=config.device.step_timeout_s,
         metrics=metrics,
         replay=ReplayConfig(budget_share=config.server.replay_budget),
         credentials=credentials,

@@ -1,8 +1,8 @@
 """The router's end of one worker's Run stream. Lives on one event loop.
 
 A link is made for one worker process and ends once: `on_up` is called when the worker first answers, `on_down` exactly once
-with the reason, unless `abandon` was called first. STALLED = heartbeats arrive but the engine's ticks stand still while
-requests run.
+with the reason, unless `abandon` was called first. An engine that stands still while heartbeats arrive ends its process by
+itself (`jdisagg.roles.watchdog`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from jdisagg.v1 import worker_pb2, worker_pb2_grpc
 log = logging.getLogger(__name__)
 
 CLOSED = "closed"  # the worker ended the stream in good order; every other reason is a failure
-STALLED = "its engine stood still with requests to run for --step-timeout-s"
 SILENT = "no heartbeat for --dead-after-s"  # a dead machine, a frozen process, or a network or host that paused
 
 
@@ -47,7 +46,6 @@ class WorkerLink:
         *,
         epoch: str = "",
         config: TransferConfig,
-        step_timeout_s: float,
         on_outputs: Callable[[list[Output]], None],
         on_up: Callable[[], None],
         on_down: Callable[[str], None],
@@ -75,13 +73,10 @@ class WorkerLink:
         self._cancels: list[worker_pb2.Cancel] = []
         self._wake = asyncio.Event()
         self._wake.set()
-        self._progress = _Progress(step_timeout_s, config.heartbeat_s)
         self._task = asyncio.create_task(self._run(credentials))
 
     def submit(self, request: EngineRequest) -> None:
         """Queue for the next messages up; outputs come through `on_outputs` until one has `finish`."""
-        if not self._live:
-            self._progress.restart()
         self._live[request.request_id] = request.attempt
         self._submits.append(request)
         self._wake.set()
@@ -124,15 +119,14 @@ class WorkerLink:
         read = asyncio.create_task(self._read(call))
         write = asyncio.create_task(self._write(call))
         beat = asyncio.create_task(self._pulse.run(self._wake.set))
-        stall = asyncio.create_task(self._progress.watch(lambda: bool(self._live), self._pulse))
         try:
-            done, _ = await asyncio.wait({read, write, beat, stall}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({read, write, beat}, return_when=asyncio.FIRST_COMPLETED)
             if done == {write} and _ended_with_stream(write):  # its reading half knows why
-                done, _ = await asyncio.wait({read, beat, stall}, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait({read, beat}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             call.cancel()
             self._decoded.close()
-            await cancel_and_wait(read, write, beat, stall)
+            await cancel_and_wait(read, write, beat)
         if read in done:
             error = read.exception()
             if error is None:
@@ -142,9 +136,9 @@ class WorkerLink:
             raise error
         if write in done and not _ended_with_stream(write):
             await write  # raises: a bug of ours
-        for task in done & {beat, stall}:
-            await task  # likewise
-        return STALLED if stall in done else SILENT
+        if beat in done:
+            await beat  # likewise
+        return SILENT
 
     async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
         async for message in call:
@@ -152,8 +146,6 @@ class WorkerLink:
             if not self.answered:
                 self.answered = True
                 self._on_up()
-            if message.HasField("heartbeat"):
-                self._progress.saw(message.heartbeat.ticks)
             if message.HasField("load"):
                 self._on_load(decode_load(message.load), self._num_cancelled(message))
             self._decoded.put(list(message.outputs))
@@ -189,30 +181,6 @@ def _encode_submit(request: EngineRequest) -> worker_pb2.Submit:
 
 def _ended_with_stream(write: asyncio.Task[None]) -> bool:
     return write.cancelled() or isinstance(write.exception(), _OVER)
-
-
-class _Progress:
-    """How long the worker's tick counter has stood still, counted in our own beats (see `pulse`)."""
-
-    def __init__(self, step_timeout_s: float, heartbeat_s: float) -> None:
-        self._step_timeout_s = step_timeout_s
-        self._heartbeat_s = heartbeat_s
-        self._still_s = 0.0
-        self._ticks = -1
-
-    async def watch(self, is_busy: Callable[[], bool], pulse: Pulse) -> None:
-        """Returns once the engine has stood still for too long while requests run; of one that is not heard nobody knows."""
-        while not (is_busy() and self._still_s > self._step_timeout_s):
-            await asyncio.sleep(self._heartbeat_s)
-            self._still_s += 0.0 if pulse.is_quiet else self._heartbeat_s
-
-    def restart(self) -> None:
-        self._still_s = 0.0
-
-    def saw(self, ticks: int) -> None:
-        if ticks != self._ticks:
-            self._ticks = ticks
-            self._still_s = 0.0
 
 
 def _ignore(*_: object) -> None:

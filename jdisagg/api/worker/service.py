@@ -3,7 +3,7 @@
     router                                worker
     RunRequest(submits, cancels)    ->    engine.submit / engine.cancel, in order
                                     <-    RunResponse(outputs, load): everything of the ticks since the last one
-    Heartbeat                      <->    every heartbeat_s; the worker's carries the engine's tick counter
+    Heartbeat                      <->    every heartbeat_s; the worker's carries the engine's tick counter, for older routers
 
 When the stream ends, by any cause, every request that came on it and is not finished is cancelled. A router that says nothing
 is waited for: nobody else can go on with its requests, and where it or its network only paused nothing is lost. One that opens

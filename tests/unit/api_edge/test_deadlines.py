@@ -52,7 +52,7 @@ def test_a_deadline_over_grpc_counts_as_one(through_a_router: bool, tokenizer: T
             await until(lambda: sum(ends(worker.engine.metrics).values()) == TIMES + 1)
 
     async def asked_through_a_router(worker: Worker) -> None:
-        router = await Router(step_timeout_s=60.0).start()
+        router = await Router().start()
         fake = FakeWorker((router.address,), Role.UNIFIED)
         fake.service = WorkerService(worker.local, FAST)
         await fake.start()

@@ -144,7 +144,7 @@ def test_a_router_passes_it_on(tokenizer: Tokenizer, standing_clock: Callable[[]
     async def check() -> None:
         worker, router = (
             Worker(tokenizer.vocab_size, LONG_STEP_S, clock=standing_clock),
-            await Router(step_timeout_s=60.0).start(),
+            await Router().start(),
         )
         fake = FakeWorker((router.address,), Role.UNIFIED, fingerprint="weights-1")
         fake.service = WorkerService(worker.local, FAST)

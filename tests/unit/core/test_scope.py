@@ -72,7 +72,7 @@ def test_keys_of_other_roles_in_a_shared_file_are_remarked_once_and_defaults_nev
 
 
 def test_engine_settings_on_a_routers_command_line_are_remarked(caplog: pytest.LogCaptureFixture) -> None:
-    load("--role", "router", "--model", "demo", "--port", "1", "--heartbeat-s", "0.5", "--step-timeout-s", "9")
+    load("--role", "router", "--model", "demo", "--port", "1", "--heartbeat-s", "0.5")
     load("--role", "router", "--tool-call-parser", "hermes")
     assert not caplog.records
     load("--role", "router", "--page-size", "32", "--dtype", "float32")

@@ -157,11 +157,10 @@ class Router:
         self,
         replay: ReplayConfig | None = None,
         config: TransferConfig = FAST,
-        step_timeout_s: float = 0.4,
         **options: Any,
     ) -> None:
         self.metrics = Metrics(engine=False)
-        self.engine = FleetEngine(config=config, step_timeout_s=step_timeout_s, metrics=self.metrics, replay=replay, **options)
+        self.engine = FleetEngine(config=config, metrics=self.metrics, replay=replay, **options)
         self._config = config
 
     async def start(self, port: int = 0) -> Router:

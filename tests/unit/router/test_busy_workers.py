@@ -65,7 +65,7 @@ def test_a_burst_behind_one_that_a_single_worker_had_is_split_evenly() -> None:
         await asyncio.gather(*(collect(router, ask(f"r{8 * number + i}")) for i in range(8)))
 
     async def body() -> None:
-        router = await Router(config=SELDOM, step_timeout_s=30.0).start()
+        router = await Router(config=SELDOM).start()
         (d1,) = await fleet(FakeWorker((router.address,), config=SELDOM), router=router)
         d1.engine.frozen = True
         first = asyncio.create_task(burst(router, 0))

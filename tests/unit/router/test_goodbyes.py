@@ -151,7 +151,7 @@ def test_a_prefill_worker_that_drained_has_left_though_prompts_wait_that_named_i
     caplog.set_level("INFO")
 
     async def body() -> None:
-        router = await Router(config=IMPATIENT, step_timeout_s=60.0).start()
+        router = await Router(config=IMPATIENT).start()
         prefill = await FakeWorker((router.address,), Role.PREFILL).start()
         await until(router.engine.workers.members)
         (decode,) = await fleet(FakeWorker((router.address,)), router=router)

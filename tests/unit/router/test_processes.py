@@ -58,7 +58,7 @@ def rush(worker: FakeWorker) -> None:
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_stream_goes_on_within_about_a_second(how):
     async def body() -> None:
-        async with serving(step_timeout_s=5.0) as (router, (process,)):
+        async with serving() as (router, (process,)):
             asked, outputs, task = await streaming(router)
             heir = await FakeWorker((router.address,), config=TransferConfig()).start()
             process.send_signal(how)
@@ -80,7 +80,7 @@ def test_when_all_workers_pause_at_once_their_streams_go_on_where_they_are(
     num_workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def body() -> None:
-        async with serving(num_workers, step_timeout_s=30.0) as (router, processes):
+        async with serving(num_workers) as (router, processes):
             asked = [request(f"r{i}", prompt=(5, i), sampling=SamplingParams(max_tokens=100)) for i in range(4)]
             outputs: list[list[Output]] = [[] for _ in asked]
             tasks = [asyncio.create_task(collect(router, *both)) for both in zip(asked, outputs, strict=True)]
@@ -103,7 +103,7 @@ def test_when_all_workers_pause_at_once_their_streams_go_on_where_they_are(
 
 def test_a_worker_that_is_waited_for_is_given_up_for_one_that_has_come(caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
-        async with serving(step_timeout_s=30.0) as (router, (process,)):
+        async with serving() as (router, (process,)):
             asked, outputs, task = await streaming(router)
             process.send_signal(signal.SIGSTOP)
             await until(lambda: "as is everybody" in caplog.text)

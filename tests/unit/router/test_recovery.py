@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jdisagg.api.worker.client import SILENT, STALLED
+from jdisagg.api.worker.client import SILENT
 from jdisagg.core.errors import DeadlineExceeded, HandoffLost, Overloaded, RequestError, Unavailable
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Output
@@ -149,7 +149,7 @@ def test_a_request_that_a_dead_worker_had_accepted_is_not_sent_away_by_full_ones
         Rig().lose(Overloaded("full"), alone=True)
 
 
-def test_four_silences_are_two_deaths_and_a_stall_is_one() -> None:
+def test_four_silences_are_two_deaths() -> None:
     rig = Rig()
     for number in range(3):
         rig.die(number, SILENT)
@@ -157,10 +157,6 @@ def test_four_silences_are_two_deaths_and_a_stall_is_one() -> None:
     with pytest.raises(HandoffLost, match="in flight when 4 workers went down"):
         rig.die(3, SILENT)
     assert rig.replays.num_quarantined == 2, "its id and its prompt"
-    rig = Rig()
-    rig.die(0, STALLED)
-    with pytest.raises(HandoffLost, match="in flight when 2 workers went down"):
-        rig.die(0, STALLED)  # the same one: it did not get better
 
 
 def test_one_worker_that_falls_silent_again_and_again_is_one_silence() -> None:

@@ -47,7 +47,7 @@ def test_a_request_seen_at_two_deaths_is_aborted_and_quarantined(caplog):
 def test_replays_are_budgeted_per_fleet(caplog):
     async def body() -> None:
         config = ReplayConfig(budget_floor=0, budget_share=0.0, max_deaths=9)
-        router = await Router(config, step_timeout_s=60.0).start()
+        router = await Router(config).start()
         d1, d2, d3 = await fleet(*(FakeWorker((router.address,)) for _ in range(3)), router=router)
         asked = [ask(f"r{i}", max_tokens=400) for i in range(6)]
         results = [asyncio.create_task(collect(router, one)) for one in asked]
@@ -96,7 +96,7 @@ def test_a_worker_that_did_nothing_costs_no_budget_one_that_lost_a_hand_off_does
 
 def test_deaths_fail_only_requests_that_saw_two_of_them():
     async def body() -> None:
-        router = await Router(step_timeout_s=60.0).start()
+        router = await Router().start()
         workers = await fleet(*(FakeWorker((router.address,)) for _ in range(3)), router=router)
         asked = [ask(f"r{i}", max_tokens=150) for i in range(60)]
         results: list[list[Output]] = [[] for _ in asked]

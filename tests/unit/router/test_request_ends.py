@@ -32,7 +32,7 @@ def test_a_request_that_cannot_begin_leaves_nothing_behind():
 @pytest.mark.covers("X14")
 def test_a_request_ends_at_its_deadline_even_when_the_worker_does_not():
     async def body() -> None:
-        router = await Router(step_timeout_s=60.0).start()
+        router = await Router().start()
         (worker,) = await fleet(FakeWorker((router.address,)), router=router)
         worker.engine.frozen = True
         began_s = monotonic()

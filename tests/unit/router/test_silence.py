@@ -177,7 +177,7 @@ def test_a_router_that_stood_still_says_so(caplog: pytest.LogCaptureFixture) -> 
 @pytest.mark.parametrize("num_silent", [2, 3])
 def test_a_request_outlives_several_silences(num_silent: int) -> None:
     async def body() -> None:
-        router = await Router(step_timeout_s=30.0).start()
+        router = await Router().start()
         asked = ask("r1")
         worker = await mute_worker(router)
         task = asyncio.create_task(collect(router, asked))
@@ -197,7 +197,7 @@ def test_a_request_outlives_several_silences(num_silent: int) -> None:
 
 def test_silence_everywhere_ends_in_quarantine() -> None:
     async def body() -> None:
-        router = await Router(step_timeout_s=30.0).start()
+        router = await Router().start()
         worker = await mute_worker(router)
         task = asyncio.create_task(collect(router, ask("r1")))
         for number in range(4):
@@ -220,7 +220,7 @@ def test_silence_everywhere_ends_in_quarantine() -> None:
 
 def test_workers_that_come_back_are_held_against_nobody() -> None:
     async def body() -> None:
-        router = await Router(step_timeout_s=30.0).start()
+        router = await Router().start()
         worker = await mute_worker(router)
         asked = ask("r1")
         task = asyncio.create_task(collect(router, asked))

@@ -17,8 +17,7 @@ from tests.unit.router.rig import ask, assert_whole, collect, fleet, stop, token
 from tests.unit.wire.rig import FAST, run_quiet, until
 
 
-@pytest.mark.parametrize("kill", ["die", "freeze"])
-def test_a_stream_goes_on_exactly_when_its_worker_dies_or_stalls(kill, caplog):
+def test_a_stream_goes_on_exactly_when_its_worker_dies(caplog):
     caplog.set_level(logging.INFO, logger="jdisagg")
 
     async def body() -> None:
@@ -31,10 +30,7 @@ def test_a_stream_goes_on_exactly_when_its_worker_dies_or_stalls(kill, caplog):
         victim, heir = (d1, d2) if d1.engine.live else (d2, d1)
         before = len(tokens(outputs))
         began_s = monotonic()
-        if kill == "die":
-            await victim.die()
-        else:
-            victim.engine.frozen = True
+        await victim.die()
         assert await until(lambda: heir.engine.live) < 1.2
         await task
         lasted_s = monotonic() - began_s
@@ -54,11 +50,6 @@ def test_a_stream_goes_on_exactly_when_its_worker_dies_or_stalls(kill, caplog):
         assert "jdisagg_time_to_first_token_seconds_count 1.0" in text
         assert "jdisagg_inter_token_latency_seconds_count 39.0" in text  # the gap of the replay included
         assert 'jdisagg_requests_finished_total{reason="length"} 1.0' in text
-        if kill == "freeze":
-            await until(lambda: not victim.engine.live)  # its late outputs were dropped, its request cancelled
-            victim.engine.frozen = False
-            await until(lambda: router.linked() == 2)  # alive again: connected again
-            await victim.die()
         await stop(router, heir)
 
     run_quiet(body())

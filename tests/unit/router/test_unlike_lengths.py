@@ -70,7 +70,7 @@ def test_a_request_waits_for_a_prefill_worker_that_holds_it_rather_than_be_refus
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def body() -> None:
-        router = await Router(ReplayConfig(place_wait_s=0.3), STEADY, step_timeout_s=STEADY.dead_after_s).start()
+        router = await Router(ReplayConfig(place_wait_s=0.3), STEADY).start()
         decode = await FakeWorker((router.address,), config=STEADY, needs_prefill=True, max_model_len=90).start()
         short, long = [await FakeWorker((router.address,), Role.PREFILL, max_model_len=length).start() for length in (3, 90)]
         fleet = router.engine.workers.fleet
@@ -97,7 +97,7 @@ def test_a_prompt_that_nobody_was_there_to_compute_for_a_minute_is_its_clients_f
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def body() -> None:
-        router = await Router(ReplayConfig(place_wait_s=60.0), STEADY, step_timeout_s=STEADY.dead_after_s).start()
+        router = await Router(ReplayConfig(place_wait_s=60.0), STEADY).start()
         decode = await FakeWorker((router.address,), config=STEADY, needs_prefill=True, max_model_len=90).start()
         short = await FakeWorker((router.address,), Role.PREFILL, max_model_len=3).start()
         await until(lambda: router.linked() == 1 and len(router.engine.workers.fleet.members()) == 2)

@@ -11,7 +11,7 @@ from tests.unit.wire.rig import FAST
 class Client:
     """A router's link with lists for callbacks."""
 
-    def __init__(self, address: str, step_timeout_s: float = 0.3, waited_for_s: float = 0.0) -> None:
+    def __init__(self, address: str, waited_for_s: float = 0.0) -> None:
         self.ups = 0
         self.batches: list[list[Output]] = []
         self.downs: list[str] = []
@@ -19,7 +19,6 @@ class Client:
         self.link = WorkerLink(
             address,
             config=FAST,
-            step_timeout_s=step_timeout_s,
             on_outputs=self.batches.append,
             on_up=self._up,
             on_down=self.downs.append,

@@ -77,7 +77,7 @@ class Everything:
         self.posted: list[Any] = []
         self.drains = 0
         self.credentials = credentials
-        self.fleet = FleetEngine(config=CALM, step_timeout_s=1.0, metrics=Metrics(engine=False), credentials=credentials)
+        self.fleet = FleetEngine(config=CALM, metrics=Metrics(engine=False), credentials=credentials)
         self.pieces = {"k": b"bytes"}
         self.server = server = channels.make_server(credentials)
         if tokenizer is not None:

@@ -25,7 +25,7 @@ def small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_many_long_requests_at_once_do_not_end_the_stream_that_carries_them():
     async def body() -> None:
         worker = await FakeWorker(()).start()
-        client = Client(worker.address, step_timeout_s=20.0)
+        client = Client(worker.address)
         prompt = tuple(range(100_000, 100_000 + NUM_TOKENS))
         asked = [request(f"r{i}", prompt=(i, *prompt), sampling=SamplingParams(max_tokens=1)) for i in range(NUM)]
         for one in asked:
@@ -45,7 +45,7 @@ def test_many_long_requests_at_once_do_not_end_the_stream_that_carries_them():
 def test_many_long_outputs_at_once_do_not_end_the_stream_that_carries_them():
     async def body() -> None:
         worker = await FakeWorker(()).start()
-        client = Client(worker.address, step_timeout_s=20.0)
+        client = Client(worker.address)
         client.link.submit(request("r", sampling=SamplingParams(max_tokens=1)))
         await until(lambda: client.batches)
         tokens = tuple(range(100_000, 100_000 + NUM_TOKENS))

@@ -160,7 +160,6 @@ def test_a_routers_link_does_not_read_ahead(monkeypatch: pytest.MonkeyPatch) -> 
         link = WorkerLink(
             worker.address,
             config=FAST,
-            step_timeout_s=30.0,
             on_outputs=lambda outputs: None,
             on_up=lambda: ups.append(True),
             on_down=lambda reason: None,

@@ -23,7 +23,7 @@ from tests.unit.wire.router_link import Client
 def test_outputs_of_one_tick_share_a_message():
     async def body() -> None:
         worker = await FakeWorker(()).start()
-        client = Client(worker.address, step_timeout_s=30.0)
+        client = Client(worker.address)
         asked = [request(f"r{i}", prompt=(i, 1), sampling=SamplingParams(max_tokens=12)) for i in range(20)]
         worker.engine.frozen = True
         for one in asked:

@@ -21,7 +21,6 @@ from tests.unit.sched.engine_fake import request
 from tests.unit.wire.rig import FAST, run_quiet, start_server, until
 
 CARD = ModelCard(name="m", max_model_len=48, vocab_size=31, eos_token_ids=(0,), fingerprint="f")
-PATIENT_S = 30.0  # nobody takes a frozen engine for a stalled one
 
 
 class FrontEnd:
@@ -33,7 +32,6 @@ class FrontEnd:
         self.link = WorkerLink(
             address,
             config=FAST,
-            step_timeout_s=PATIENT_S,
             on_outputs=self.outputs.extend,
             on_up=lambda: None,
             on_down=self.downs.append,
