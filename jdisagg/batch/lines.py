@@ -8,10 +8,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BufferedReader
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ from jdisagg.core.errors import ConfigError
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _SHORT_FORMS = {"prompt": COMPLETIONS, "token_ids": COMPLETIONS, "messages": CHAT}
 _ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
-_MADE_UP = "line-"
-_MARKS = (b"line-", b"\\u002", b"\\u006")  # one is in every JSON with that, however it is escaped
 _NO_SEED = (None, -1)  # vLLM's clients write -1
 
 
@@ -56,25 +53,23 @@ def open_input(path: Path) -> BufferedReader:
 
 
 def read_lines(path: Path, *, seed: int) -> Iterator[Call | BadLine]:
-    """Every line that is not blank. A request without a seed gets `seed` + its line number: a rerun draws the same tokens. One
-    without a custom_id gets one that no line has, the same whenever the file is read.
+    """Every line that is not blank. A request without a seed gets `seed` + its line number: a rerun draws the same tokens.
 
     The second line of one custom_id is a bad line without any: its answer could not be told from the first one's.
     Raises ConfigError for a file that cannot be read.
     """
-    taken = _names_like_ours(path)
     first: dict[str, int] = {}  # custom_id -> its line
     with open_input(path) as file:
         for number, raw in enumerate(file, start=1):
             if not raw.strip():
                 continue
-            line = parse_line(number, raw, seed=seed, taken=taken)
+            line = parse_line(number, raw, seed=seed)
             earlier = number if line.custom_id is None else first.setdefault(line.custom_id, number)
             yield line if earlier == number else BadLine(number, None, _repeated(line, earlier))
 
 
-def parse_line(number: int, raw: bytes, *, seed: int, taken: Container[str] = ()) -> Call | BadLine:
-    """One line; what is wrong with it is data, not an exception. `taken`: names that none may be given."""
+def parse_line(number: int, raw: bytes, *, seed: int) -> Call | BadLine:
+    """One line; what is wrong with it is data, not an exception. A request without a custom_id is called after its number."""
     try:
         fields = strict_json.decode(raw)
     except ValueError as error:
@@ -96,29 +91,7 @@ def parse_line(number: int, raw: bytes, *, seed: int, taken: Container[str] = ()
     body = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
     if body.get("seed") in _NO_SEED:
         body["seed"] = (seed + number) % 2**32
-    return Call(number, custom_id or _made_up_name(number, taken), url, body)
-
-
-def _made_up_name(number: int, taken: Container[str]) -> str:
-    name = f"{_MADE_UP}{number}"
-    return next(one for one in chain([name], (f"{name}-{again}" for again in count(2))) if one not in taken)
-
-
-def _names_like_ours(path: Path) -> set[str]:
-    """Every custom_id in the file that might be made up for a line without one."""
-    names: set[str] = set()
-    with open_input(path) as file:
-        for raw in file:
-            if not any(mark in raw for mark in _MARKS):  # else it need not be decoded twice
-                continue
-            try:
-                fields = strict_json.decode(raw)
-            except ValueError:  # the line will say so
-                continue
-            custom_id = fields.get("custom_id") if isinstance(fields, dict) else None
-            if isinstance(custom_id, str) and custom_id.startswith(_MADE_UP):
-                names.add(custom_id)
-    return names
+    return Call(number, custom_id or f"line-{number}", url, body)
 
 
 def _repeated(line: Call | BadLine, earlier: int) -> str:
