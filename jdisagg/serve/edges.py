@@ -16,6 +16,7 @@ from jdisagg.api.generation.not_here import NotHere
 from jdisagg.api.generation.service import GenerationServicer
 from jdisagg.api.grpc_health import HealthReporter
 from jdisagg.api.http.app import make_app
+from jdisagg.api.http.staged import StagedApp
 from jdisagg.api.kv_events.service import KVEventsService
 from jdisagg.api.peer.piece_server import add_peer_service
 from jdisagg.api.worker.service import WorkerService
@@ -23,7 +24,6 @@ from jdisagg.core.config import Config
 from jdisagg.core.fleet import Member, Report
 from jdisagg.core.requests import Role
 from jdisagg.serve.deployment import Deployment
-from jdisagg.serve.leaving import Leaving
 from jdisagg.serve.text_edge import TextModel, make_edge
 from jdisagg.v1 import admin_pb2_grpc, generation_pb2_grpc, kv_events_pb2_grpc, worker_pb2_grpc
 
@@ -41,7 +41,9 @@ class Edges:
         text: TextModel | None,
         address: str,
         server: grpc.aio.Server,
+        front: StagedApp,
     ) -> None:
+        """`front`: what answers over HTTP until then, and then what is made here."""
         self.model_name = config.served_name
         self._text_digest = "" if text is None else text.tokenizer.digest()
         self.engine = LocalEngine(
@@ -54,6 +56,7 @@ class Edges:
         self._config = config
         self._deployment = deployment
         self._address = address
+        self._front = front
         self._fleet: FleetClient | None = None
         self._draining = False
         core = deployment.core
@@ -79,12 +82,13 @@ class Edges:
         kv_events_pb2_grpc.add_KVEventsServiceServicer_to_server(self._kv_events, server)
         services = tuple(f"jdisagg.v1.{name}" for name in names)
         self._health = HealthReporter(server, services, self.engine.health)
-        self.app = Leaving(make_app(edge, self.engine, self._metrics_text, config.server))
+        self._app = make_app(edge, self.engine, self._metrics_text, config.server)
         metrics.set_build(role=config.role, model=self.model_name)
         metrics.set_ready(lambda: self.engine.health().serves)
 
     async def start(self) -> None:
-        """Report health and register with the routers."""
+        """Answer over HTTP, report health and register with the routers."""
+        self._front.serve(self._app)
         await self._health.start()
         if self._config.server.router:
             self._fleet = FleetClient(
@@ -130,7 +134,7 @@ class Edges:
         if not self._draining:
             log.info("draining: nothing more is admitted, what runs is waited for %.3g s", max(0.0, deadline_s - monotonic()))
         self._draining = True
-        self.app.leave()
+        self._front.leave()
         if self._deployment.peer_server is not None:
             self._deployment.peer_server.drain()
         await self._kv_events.close()

@@ -20,6 +20,7 @@ from jdisagg.api.generation.service import GenerationServicer
 from jdisagg.api.grpc_health import HealthReporter
 from jdisagg.api.http.app import make_app
 from jdisagg.api.http.server import HttpServer
+from jdisagg.api.http.staged import StagedApp
 from jdisagg.api.listening import listen
 from jdisagg.api.tasks import cancel_and_wait
 from jdisagg.core.config import Config
@@ -33,7 +34,6 @@ from jdisagg.router.recovery import ReplayConfig
 from jdisagg.serve.accepting import end_when_nobody_accepts
 from jdisagg.serve.grammars import grammars_of
 from jdisagg.serve.lateness import observe_lateness
-from jdisagg.serve.leaving import Leaving
 from jdisagg.serve.process import Process, keep_what_is_there
 from jdisagg.serve.ready import Ready, announce
 from jdisagg.serve.text_edge import TextModel, make_edge, read_text_model
@@ -79,18 +79,18 @@ async def serve(config: Config, process: Process) -> int:
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), server)
     fleet = FleetService(engine.workers, config.transfer)
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
-    health = HealthReporter(server, SERVICES, engine.health)
+    health, front = HealthReporter(server, SERVICES, engine.health), StagedApp()
 
     async def drain(deadline_s: float) -> int:
-        leaving.leave()
+        front.leave()
         await health.close()
         fleet.leave()
         return await engine.drain(deadline_s)
 
     admin = AdminService(drain=drain, stats=engine.debug_state, reset_prefix_cache=None)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
-    leaving = Leaving(make_app(edge, engine, partial(_shown, metrics, engine), config.server))
-    http = HttpServer(leaving, listener)
+    front.serve(make_app(edge, engine, partial(_shown, metrics, engine), config.server))
+    http = HttpServer(front, listener)
     process.dump_with(engine.debug_state)
     await server.start()
     await http.start()

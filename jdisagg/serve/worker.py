@@ -14,7 +14,7 @@ from time import monotonic
 
 from jdisagg.api.channels import Credentials, advertised, bind, make_server
 from jdisagg.api.http.server import HttpServer
-from jdisagg.api.http.starting import StartingApp
+from jdisagg.api.http.staged import StagedApp
 from jdisagg.api.listening import listen
 from jdisagg.api.tasks import cancel_and_wait
 from jdisagg.core.config import Config
@@ -43,8 +43,8 @@ async def serve(config: Config, process: Process) -> int:
     credentials = Credentials(api_key=config.server.api_key, client_api_key=config.server.client_api_key)
     grpc_server = make_server(credentials)
     address = bind(grpc_server, config.server.host, config.server.grpc_port)
-    app = StartingApp()
-    http = HttpServer(app, listen(config.server.host, config.server.port))
+    front = StagedApp()
+    http = HttpServer(front, listen(config.server.host, config.server.port))
     await http.start()
     metrics = Metrics()
     public = advertised(address, config.server.advertise_host, config.server.advertise_port)
@@ -61,7 +61,7 @@ async def serve(config: Config, process: Process) -> int:
         tokenizer=tokenizer,
     )
     deployment = await process.unless_stopped(build)
-    edges = Edges(config, deployment, text=text, address=public, server=grpc_server)
+    edges = Edges(config, deployment, text=text, address=public, server=grpc_server, front=front)
     process.dump_with(edges.engine.debug_state)
     for engine in deployment.engines:
         await process.unless_stopped(asyncio.to_thread(self_test, engine))
@@ -70,7 +70,6 @@ async def serve(config: Config, process: Process) -> int:
     watchdog = Watchdog(list(deployment.engines), timeout_s, dead_after_s=dead_after_s)
     watchdog.start()
     await grpc_server.start()
-    app.serve(edges.app)
     await edges.start()
     _install_test_hooks(deployment)
     keep_what_is_there()

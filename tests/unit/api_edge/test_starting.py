@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 from time import monotonic
 
 import httpx
@@ -10,14 +11,14 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from jdisagg.api.http.server import HttpServer
-from jdisagg.api.http.starting import REASON, StartingApp
+from jdisagg.api.http.staged import REASON, StagedApp
 from jdisagg.api.http.version import package_version
 from jdisagg.api.listening import listen
 
 
 def test_probes_are_answered_before_there_is_an_application_and_everything_else_is_told_to_wait() -> None:
     async def body() -> None:
-        app = StartingApp()
+        app = StagedApp()
         http = HttpServer(app, listen())
         await http.start()
         async with httpx.AsyncClient(base_url=f"http://{http.address}") as client:
@@ -64,3 +65,27 @@ def test_a_request_that_took_all_of_the_drain_time_gets_no_more_of_it() -> None:
 
     asyncio.run(body())
     assert cut == ["/for-ever"]
+
+
+def test_a_process_that_ends_hangs_up_after_its_answers_and_no_other_does() -> None:
+    async def body() -> None:
+        app = StagedApp()
+        app.serve(PlainTextResponse("here"))
+        server = HttpServer(app, listen())
+        await server.start()
+        client = http.client.HTTPConnection(server.host, server.port, timeout=10)
+
+        def ask() -> tuple[str | None, bool]:
+            """What the answer says of the connection, and whether the client keeps it."""
+            client.request("GET", "/")
+            answered = client.getresponse()
+            assert answered.read() == b"here"
+            return answered.getheader("connection"), client.sock is not None
+
+        assert [await asyncio.to_thread(ask) for _ in range(2)] == [(None, True)] * 2
+        app.leave()
+        assert await asyncio.to_thread(ask) == ("close", False)
+        assert await asyncio.to_thread(ask) == ("close", False), "a new connection"
+        await server.stop(0.0)
+
+    asyncio.run(asyncio.wait_for(body(), 30.0))
