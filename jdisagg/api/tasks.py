@@ -9,6 +9,8 @@ from contextlib import suppress
 from threading import Barrier
 from typing import Any
 
+ONCE_MORE_S = 0.2
+
 
 def start_in(tasks: set[asyncio.Task[None]], coroutine: Coroutine[Any, Any, None]) -> None:
     """Begin it, and hold it in `tasks` until it ends: a loop forgets a task that nobody holds."""
@@ -22,6 +24,13 @@ async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def first_of(*tasks: asyncio.Future[Any], timeout_s: float) -> None:
+    """Wait until one of them is done, or so long, and then once more for a moment: a loop that stood still looks at its clock
+    before it reads what came."""
+    for wait_s in (timeout_s, ONCE_MORE_S):
+        await asyncio.wait(tasks, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
 
 
 def call_on(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: Any) -> None:

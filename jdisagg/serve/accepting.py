@@ -12,6 +12,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 
+from jdisagg.api.tasks import cancel_and_wait, first_of
 from jdisagg.core.host_names import Names, is_own
 from jdisagg.serve.environment import check_descriptors
 from jdisagg.serve.process import Process
@@ -23,7 +24,6 @@ ANSWER_S = 10.0  # a server speaks first
 MOST_SILENT = 3  # connections, one after the other
 EXIT_NOT_ACCEPTING = 72
 _DESCRIPTORS = 2
-_ONCE_MORE_S = 0.2  # behind a time that is over: a loop that stood still looks at its clock before it reads what came
 
 
 async def end_when_nobody_accepts(process: Process, address: str) -> None:
@@ -55,14 +55,12 @@ async def _is_answered(address: str) -> bool | None:
         return None
     asked = asyncio.create_task(_ask([str(one.sockaddr[0]) for one in found if is_own(one)], int(port)))
     try:
-        for wait_s in (ANSWER_S, _ONCE_MORE_S):
-            await asyncio.wait({asked}, timeout=wait_s)
+        await first_of(asked, timeout_s=ANSWER_S)
         if asked.done():
             return asked.result()
         return False if _has_descriptors() else None
     finally:
-        asked.cancel()
-        await asyncio.gather(asked, return_exceptions=True)
+        await cancel_and_wait(asked)
 
 
 def _has_descriptors() -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from jdisagg.api.tasks import first_of
 from jdisagg.core.log_formats import passed_on
 from jdisagg.core.outlet import Outlet
 from jdisagg.serve.environment import PARENT_VARIABLE, check_descriptors
@@ -21,7 +22,6 @@ from jdisagg.serve.ready import Ready, parse
 log = logging.getLogger(__name__)
 
 _LINE_LIMIT_BYTES = 2**20  # longer lines of a child are cut into pieces
-_ONCE_MORE_S = 0.2  # behind a time that is over: a loop that stood still looks at its clock before it reads what came
 _DESCRIPTORS = 12  # a start takes eight for a moment
 
 
@@ -77,8 +77,7 @@ class Child:
         """Its READY; None when it exits or `timeout_s` passes first."""
         exited = asyncio.create_task(self._process.wait())
         try:
-            for wait_s in (timeout_s, _ONCE_MORE_S):
-                await asyncio.wait((self._ready, exited), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            await first_of(self._ready, exited, timeout_s=timeout_s)
         finally:
             exited.cancel()
         return self._ready.result() if self._ready.done() else None

@@ -185,7 +185,7 @@ def test_a_port_that_was_silent_twice_and_then_answers_goes_on(
 
 def test_a_resolver_that_does_not_answer_any_more_says_nothing_of_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would end every process of a fleet."""
-    monkeypatch.setattr(accepting, "_ONCE_MORE_S", 0.01)
+    monkeypatch.setattr("jdisagg.api.tasks.ONCE_MORE_S", 0.01)
     look_up, is_away, is_over = socket.getaddrinfo, Event(), Event()
 
     def resolver(host: str, *args: Any, **options: Any) -> Any:
