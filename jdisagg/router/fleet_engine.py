@@ -146,7 +146,7 @@ class FleetEngine:
                 (timeline.stopped if flight.enough else timeline.aborted)(monotonic())
             self._attempts.left(request.request_id, flight.attempt)
             del self._flights[request.request_id]
-            self._placement.end(flight)
+            self._placement.leave(flight)
 
     def _check(self, request: EngineRequest) -> None:
         if self._draining:

@@ -12,7 +12,7 @@ from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenanc
 from jdisagg.router.blame import Lost
 from jdisagg.router.booking import Booking
 from jdisagg.router.entry import Entry
-from jdisagg.router.prefixes import Beginning
+from jdisagg.router.homes import Home
 from jdisagg.router.setbacks import Setbacks
 
 _NOTHING = (None, None, None, None)
@@ -41,7 +41,7 @@ class Flight:
     def __init__(self, request: EngineRequest) -> None:
         self.request = request  # as the client sent it
         self.attempt = request.attempt
-        self.beginnings: list[Beginning] = []  # of its prompt, from `Placement.begin` on
+        self.home = Home()  # its siblings', from `Placement.begin` on
         self.events = Mailbox[Output | Lost | RequestError]()  # an error ends the request
         self.entry: Entry | None = None  # the worker it runs on
         self.prefill: Booking | None = None  # on the P named first, until the first token

@@ -13,7 +13,7 @@ from jdisagg.router.booking import Booking, book
 from jdisagg.router.entry import Entry
 from jdisagg.router.flight import Flight
 from jdisagg.router.homes import Homes
-from jdisagg.router.prefixes import LastBeginnings, Near, Prefixes
+from jdisagg.router.prefixes import Near, Prefixes, beginnings_of
 from jdisagg.router.usable import Needs, Wishes
 from jdisagg.router.workers import Workers
 
@@ -32,37 +32,32 @@ class Placement:
         self._fleet = workers.fleet
         self._homes = Homes()
         self._prefixes = Prefixes()
-        self._beginnings = LastBeginnings()
         self._told_length = Seldom(LENGTH_EVERY_S)
 
     def begin(self, flight: Flight) -> None:
-        """Before its first attempt; `end` must follow."""
-        self._homes.enter(flight.request.fork_group)
-        flight.beginnings = self._beginnings.of(flight.request.prompt_token_ids, flight.request.cache_salt)
-
-    def end(self, flight: Flight) -> None:
-        """The request is over, whatever became of it."""
-        self.leave(flight)
-        self._homes.leave(flight.request.fork_group)
+        """Before its first attempt; `leave` must follow."""
+        flight.home = home = self._homes.of(flight.request.fork_group)
+        # once for all choices of a prompt: of a long one it takes 2 ms, in which the event loop does nothing else
+        home.beginnings = home.beginnings or beginnings_of(flight.request.prompt_token_ids, flight.request.cache_salt)
 
     def place(self, flight: Flight, now_s: float) -> bool:
         """Send the attempt to a worker; False when nobody can take it: `lacks` says why."""
-        home, tried = self._homes.of(flight.request.fork_group), flight.setbacks.tried
-        near = self._prefixes.find(flight.beginnings)
+        home, tried = flight.home.address, flight.setbacks.tried
+        near = self._prefixes.find(flight.home.beginnings)
         kin = near.news or beginning(flight.request.prompt_token_ids)
         wishes = Wishes(but_not=tried, num_tokens=flight.most_tokens, home=home, near=near, bits=flight.bits, kin=kin)
         entry = self._fleet.choose(self.weights(flight), now_s, _needs(flight), wishes)
         if entry is None:
             return False
         num_asked = len(self._fleet.usable(self._next_weights(flight), _needs(flight)).entries)
-        self._homes.settle(flight.request.fork_group, entry.member.address, entry.member.card.answers)
+        flight.home.settle(entry.member.address, entry.member.card.answers)
         self._submit(flight, entry, near, kin, num_asked)
-        self._prefixes.note(flight.beginnings, entry.key, flight.prefill.cache if flight.prefill else None)
+        self._prefixes.note(flight.home.beginnings, entry.key, flight.prefill.cache if flight.prefill else None)
         return True
 
     def weights(self, flight: Flight) -> str | None:
         """Those that answered this request or one of its siblings so far; None = any will do."""
-        return flight.answers or self._homes.spoken_answers(flight.request.fork_group)
+        return flight.answers or flight.home.spoken_answers
 
     def lacks(self, flight: Flight) -> str:
         """What there is none of that the attempt needs."""
@@ -92,7 +87,7 @@ class Placement:
     def may_speak(self, flight: Flight, output: Output) -> bool:
         """False when this would be the first of a choice whose siblings have moved to other weights."""
         first = flight.is_untouched and bool(output.token_ids or output.prompt_logprobs)
-        return not first or flight.answers is None or self._homes.speak(flight.request.fork_group, flight.answers)
+        return not first or flight.answers is None or flight.home.speak(flight.answers)
 
     def heard(self, flight: Flight, output: Output) -> None:
         """With its first token it has left its prefill worker. Which one that was comes with it, too, or else, where there was
@@ -117,7 +112,7 @@ class Placement:
     def _next_weights(self, flight: Flight) -> str | None:
         """Those of an attempt after this one, should it bring nothing; None = any will do."""
         answers = None if flight.is_untouched else flight.answers
-        return answers or self._homes.spoken_answers(flight.request.fork_group)
+        return answers or flight.home.spoken_answers
 
     def _submit(self, flight: Flight, entry: Entry, near: Near, kin: bytes, num_asked: int) -> None:
         flight.entry = entry
@@ -154,11 +149,11 @@ class Placement:
         if other is not None and flight.entry is not None:
             num_computed = provenance.prefilled_tokens + provenance.borrowed_tokens
             other.cache.written += min(num_computed, booking.num_tokens)  # whatever it says: others reckon with it
-            self._prefixes.note(flight.beginnings, flight.entry.key, other.cache)
+            self._prefixes.note(flight.home.beginnings, flight.entry.key, other.cache)
 
     def _forget(self, flight: Flight, booking: Booking) -> None:
         """Who was asked has no more of it than before; unless it was asked for it again since then."""
-        self._prefixes.forget(flight.beginnings, booking.cache, booking.written, but=booking.num_cached)
+        self._prefixes.forget(flight.home.beginnings, booking.cache, booking.written, but=booking.num_cached)
 
     def _tell_found(self, flight: Flight, booking: Booking, provenance: Provenance) -> None:
         """What the one that was asked found in its cache. What is computed in any case tells nothing of that, nor what came
@@ -167,7 +162,7 @@ class Placement:
             return
         num_found = booking.num_tokens - 1 - provenance.prefilled_tokens - provenance.borrowed_tokens
         if num_found >= 0 and booking.cache.tell(booking.num_cached, num_found):  # else it was computed twice
-            self._prefixes.note(flight.beginnings, flight.entry.key, booking.cache)
+            self._prefixes.note(flight.home.beginnings, flight.entry.key, booking.cache)
 
 
 def _needs(flight: Flight) -> Needs:

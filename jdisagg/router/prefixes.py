@@ -139,23 +139,6 @@ def _without(had: _Had, prefill: WorkerCache) -> _Had:
     return _Had(had.decodes, tuple(had.prefills[i] for i in left), array("Q", [had.written[i] for i in left]))
 
 
-class LastBeginnings:
-    """`beginnings_of`, without doing it again for the choices of one prompt, which come one after the other: of 120,000 tokens
-    that takes 2 ms, in which the event loop does nothing else."""
-
-    def __init__(self) -> None:
-        self._token_ids: tuple[int, ...] = ()
-        self._cache_salt = ""
-        self._found: list[Beginning] = []
-
-    def of(self, token_ids: tuple[int, ...], cache_salt: str) -> list[Beginning]:
-        """Not to be changed: the next choice gets the same list."""
-        if token_ids is not self._token_ids or cache_salt != self._cache_salt:
-            self._found = beginnings_of(token_ids, cache_salt)
-            self._token_ids, self._cache_salt = token_ids, cache_salt
-        return self._found
-
-
 def beginnings_of(token_ids: Sequence[int], cache_salt: str = "") -> list[Beginning]:
     """The shortest first. Caches keep what has another salt apart."""
     content, found = memoryview(array("q", token_ids)), list[Beginning]()

@@ -166,7 +166,7 @@ class Simulation:
     def _end(self, job: Job) -> None:
         answer = tuple(Random(hash(job.prompt)).choices(range(1000, 30_000), k=job.num_out))
         self._decode_of(job).cache.use(pages_of(job.prompt + answer[:-1]))
-        self._placement.end(job.flight)
+        self._placement.leave(job.flight)
         self.done.append(job)
         if job.then is not None:
             job.then(job.prompt + answer)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdisagg.core.requests import EngineRequest, Role, SamplingParams
-from jdisagg.router import prefixes
+from jdisagg.router import placement
 from jdisagg.router.entry import Entry
 from jdisagg.router.fleet import Fleet
 from jdisagg.router.prefixes import BLOCK_TOKENS, MOST_HOMES, NEAR_PART, Beginning, Kept, Near, Prefixes, beginnings_of
@@ -75,29 +75,29 @@ def test_a_block_counts_only_behind_the_same_ones() -> None:
 
 
 def test_choices_of_one_prompt_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed: list[tuple[object, str]] = []
+    hashed: list[object] = []
 
     def counted(token_ids: tuple[int, ...], cache_salt: str) -> list[Beginning]:
-        hashed.append((token_ids, cache_salt))
+        hashed.append(token_ids)
         return beginnings_of(token_ids, cache_salt)
 
-    monkeypatch.setattr(prefixes, "beginnings_of", counted)
+    monkeypatch.setattr(placement, "beginnings_of", counted)
     one, other = tuple(prompt(70)), tuple(prompt(70, 80))
 
     async def check() -> None:
         router = await Router().start()
         workers = await fleet(FakeWorker((router.address,)), router=router)
-        asked = [(one, "")] * 3 + [(other, "")] * 2 + [(other, "salt"), (one, "")]
+        asked = [(one, "c/0")] * 3 + [(other, "c/1")] * 2 + [(one, ""), (one, "")]
         await asyncio.gather(
             *(
-                collect(router, request(f"r/{number}", prompt=ids, cache_salt=salt, sampling=SamplingParams(max_tokens=2)))
-                for number, (ids, salt) in enumerate(asked)
+                collect(router, request(f"r/{number}", prompt=ids, fork_group=group, sampling=SamplingParams(max_tokens=2)))
+                for number, (ids, group) in enumerate(asked)
             )
         )
         await stop(router, *workers)
 
     run_quiet(check())
-    assert hashed == [(one, ""), (other, ""), (other, "salt"), (one, "")]
+    assert hashed == [one, other, one, one]
 
 
 def test_so_many_beginnings_are_remembered_and_the_oldest_are_forgotten_of_a_prompt_the_longest_first(

@@ -51,7 +51,7 @@ class Desk:
         """Also their counts."""
         for flight in self.live:
             self.placement.heard(flight, FIRST)
-            self.placement.end(flight)
+            self.placement.leave(flight)
         self.live.clear()
         for entry in self.fleet.entries():
             assert (entry.pending, entry.pending_tokens, entry.pending_cached) == (0, 0, 0)
@@ -172,7 +172,7 @@ def test_whatever_becomes_of_requests_and_workers_nothing_stays_counted(history:
             flight.replay()
             at.placement.place(flight, 0.0)
         elif flight is not None:
-            at.placement.end(flight)
+            at.placement.leave(flight)
             at.live.remove(flight)
         assert all(0 <= entry.pending_cached <= entry.pending_tokens and entry.pending >= 0 for entry in ever)
     at.end_all()

@@ -10,7 +10,7 @@ import pytest
 from jdisagg.api.generation.token_engine import Enough
 from jdisagg.core.errors import HandoffLost, Overloaded, RequestError
 from jdisagg.core.requests import EngineRequest, Output, Role, SamplingParams
-from jdisagg.router.homes import Homes
+from jdisagg.router.homes import Home, Homes
 from jdisagg.router.recovery import ReplayConfig
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.rig import ask, assert_whole, collect, fleet, stop, tokens
@@ -132,25 +132,29 @@ def test_a_stream_goes_on_only_where_it_would_end_by_the_same_tokens() -> None:
 
 
 def test_a_group_that_has_spoken_keeps_its_weights() -> None:
-    homes = Homes()
-    homes.enter("g")
-    homes.enter("g")
-    homes.settle("g", "a:1", "weights-1")
-    assert homes.spoken_answers("g") is None
-    homes.settle("g", "b:1", "weights-2")  # nobody has heard anything yet
-    assert not homes.speak("g", "weights-1")
-    assert homes.spoken_answers("g") is None
-    assert homes.speak("g", "weights-2")
-    assert not homes.speak("g", "weights-1")
-    assert homes.spoken_answers("g") == "weights-2"
+    home = Home()
+    home.settle("a:1", "weights-1")
+    assert home.spoken_answers is None
+    home.settle("b:1", "weights-2")  # nobody has heard anything yet
+    assert not home.speak("weights-1")
+    assert home.spoken_answers is None
+    assert home.speak("weights-2")
+    assert not home.speak("weights-1")
+    assert home.spoken_answers == "weights-2"
     with pytest.raises(AssertionError):
-        homes.settle("g", "a:1", "weights-1")
-    homes.leave("g")
-    assert homes.of("g") == "b:1"
-    homes.leave("g")
-    assert homes._homes == {}
-    assert homes.speak("", "weights-1")
-    assert homes.of("") == ""
+        home.settle("a:1", "weights-1")
+
+
+def test_a_group_has_one_home_for_as_long_as_somebody_holds_it_and_a_request_alone_one_of_its_own() -> None:
+    homes = Homes()
+    first = homes.of("g")
+    second = homes.of("g")
+    assert first is second is not homes.of("h")
+    del first
+    assert homes.of("g") is second
+    del second
+    assert not homes._homes
+    assert homes.of("") is not homes.of("")
 
 
 @pytest.mark.parametrize(("error", "reason"), [(Overloaded("full"), "overloaded"), (RequestError("broken"), "error")])

@@ -268,7 +268,7 @@ def test_what_was_given_up_before_its_first_token_nobody_has_and_part_of_it_may_
     at, asked, _ = asked_one_of_two()
     at.place(document(1), document(2))
     written = asked.cache.written
-    at.placement.end(at.live.pop())
+    at.placement.leave(at.live.pop())
     assert asked.cache.written == written
     assert kept(at, document(1), document(2)) == {asked.member.address: 2944}
     at.end_all()
@@ -280,7 +280,7 @@ def test_what_failed_before_its_first_token_was_given_up_too() -> None:
     at, asked, _ = asked_one_of_two()
     late, provenance = DeadlineExceeded("late"), Provenance(decode_worker="d")
     at.placement.heard(at.live[-1], Output(request_id="any", finish=FinishReason.ERROR, error=late, provenance=provenance))
-    at.placement.end(at.live.pop())
+    at.placement.leave(at.live.pop())
     assert asked.cache.written == 3051
     assert kept(at, document(1), question(1)) == {}
     at.end_all()
@@ -290,7 +290,7 @@ def test_what_was_given_up_the_worker_has_if_it_was_asked_for_it_again_meanwhile
     at, (p0,) = small_desk(1, 40_000)
     for number in (1, 2):
         at.place(document(1), question(number))
-    at.placement.end(at.live.pop(0))
+    at.placement.leave(at.live.pop(0))
     assert kept(at, document(1), question(3)) == {p0.member.address: 2944}
     at.end_all()
 
@@ -299,7 +299,7 @@ def test_what_ended_without_a_token_was_computed_all_the_same() -> None:
     at, asked, _ = asked_one_of_two()
     provenance = Provenance(prefill_worker=asked.member.worker, decode_worker="d", prefilled_tokens=3050)
     at.placement.heard(at.live[-1], Output(request_id="any", finish=FinishReason.STOP, provenance=provenance))
-    at.placement.end(at.live.pop())
+    at.placement.leave(at.live.pop())
     assert kept(at, document(1), question(1)) == {asked.member.address: 2944}
 
 
