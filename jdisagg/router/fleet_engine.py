@@ -31,7 +31,6 @@ from jdisagg.core.fleet import ModelCard
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.core.timeline import Timeline
-from jdisagg.router.blame import Lost
 from jdisagg.router.drill import with_late_outputs
 from jdisagg.router.entrance import Entrance
 from jdisagg.router.entry import Entry
@@ -39,6 +38,7 @@ from jdisagg.router.fleet_gauges import show_fleet
 from jdisagg.router.flight import Flight
 from jdisagg.router.placement import Placement
 from jdisagg.router.recovery import ReplayConfig, Replays
+from jdisagg.router.setbacks import Lost
 from jdisagg.router.workers import Workers
 
 log = logging.getLogger(__name__)
@@ -273,12 +273,12 @@ class FleetEngine:
         for flight in self._flights.values():
             if flight.entry is entry:
                 # now, not when its client reads on: the worker may be back before that
-                flight.setbacks.blame.add(lost, flight.attempt)
+                flight.setbacks.blame_for(lost, flight.attempt)
                 flight.events.put(lost)
 
     def _on_back(self, entry: Entry) -> None:
         for flight in self._flights.values():
-            flight.setbacks.blame.clear(entry.key)
+            flight.setbacks.is_back(entry.key)
 
 
 def _shutting_down(flight: Flight) -> Unavailable:

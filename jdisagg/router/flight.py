@@ -9,11 +9,10 @@ from jdisagg.api.mailbox import Mailbox
 from jdisagg.core.errors import RequestError
 from jdisagg.core.fleet import ModelCard
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance
-from jdisagg.router.blame import Lost
 from jdisagg.router.booking import Booking
 from jdisagg.router.entry import Entry
 from jdisagg.router.homes import Home
-from jdisagg.router.setbacks import Setbacks
+from jdisagg.router.setbacks import Lost, Setbacks
 
 _NOTHING = (None, None, None, None)
 

@@ -13,10 +13,10 @@ from jdisagg.core.errors import DeadlineExceeded, Overloaded, Quarantined, Reque
 from jdisagg.core.logs import Seldom
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, Output
-from jdisagg.router.blame import Lost
 from jdisagg.router.budget import WINDOW_S, ReplayBudget
 from jdisagg.router.flight import Flight
 from jdisagg.router.quarantine import Quarantine
+from jdisagg.router.setbacks import Lost
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class Replays:
     def _check(self, flight: Flight, lost: Lost, *, alone: bool, num_live: int, now_s: float) -> None:
         """Raises the error that ends the request."""
         request_id = flight.request.request_id
-        if flight.setbacks.blame.deaths >= self._config.max_deaths:
+        if flight.setbacks.blame >= self._config.max_deaths:
             self._quarantine.add(flight.request, now_s)
             self._metrics.fleet.quarantined.inc()
             raise Quarantined(

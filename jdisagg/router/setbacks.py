@@ -1,9 +1,33 @@
-"""What went wrong for one request so far, and how long its client has waited for that."""
+"""What befell the workers of one request, how far that speaks against it, and how long its client has waited."""
 
 from __future__ import annotations
 
-from jdisagg.core.errors import Overloaded
-from jdisagg.router.blame import Blame
+from dataclasses import dataclass
+
+from jdisagg.api.worker.client import CLOSED, SILENT
+from jdisagg.core.errors import HandoffLost, Overloaded, RequestError
+from jdisagg.core.fleet import Key
+from jdisagg.router.entry import Entry
+from jdisagg.router.worker_news import EVICTED
+
+SILENCE = 0.5  # deaths
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The attempt is over without an end. `death`: the worker went down, as opposed to giving the request back."""
+
+    error: RequestError
+    death: bool
+    worker: Key | None = None  # one that went down ..
+    reason: str = ""  # .. and how
+
+    @classmethod
+    def of(cls, entry: Entry, reason: str) -> Lost:
+        """What the requests on a lost worker are told."""
+        error = HandoffLost(f"worker {entry.member.worker} was lost: {reason}")
+        death = reason != CLOSED and not entry.member.draining
+        return cls(error, death, entry.key if death else None, reason)
 
 
 class Setbacks:
@@ -14,9 +38,29 @@ class Setbacks:
         self.deaths = 0
         self.refusals = 0
         self.last = ""  # what the attempt before this one was lost to
-        self.blame = Blame()
+        self._blamed: dict[Key, float] = {}  # deaths, by workers that may come back
+        self._blamed_attempt: int | None = None  # the last one
         self._retry_after_s: float | None = None  # the soonest that a full worker named
         self._since_s: float | None = None  # the attempt was lost and the next one has brought nothing yet
+
+    @property
+    def blame(self) -> float:
+        """All deaths that speak against the request."""
+        return sum(self._blamed.values())
+
+    def blame_for(self, lost: Lost, attempt: int) -> None:
+        """It was in flight there, in that attempt, which is lost but once: what follows is said of the worker, which may end or
+        be evicted behind a broken stream. Silence befalls several workers at once when a host or a network pauses: half a
+        death."""
+        if attempt == self._blamed_attempt:
+            return
+        self._blamed_attempt = attempt
+        if lost.worker is not None:
+            self._blamed[lost.worker] = SILENCE if lost.reason in (SILENT, EVICTED) else 1.0
+
+    def is_back(self, worker: Key) -> None:
+        """That process did not die of anything."""
+        self._blamed.pop(worker, None)
 
     def refused(self, error: Overloaded) -> Overloaded:
         """A full worker gave it back: the error to end with, should all be full, names the soonest time of any of them."""

@@ -12,11 +12,10 @@ from jdisagg.api.worker.client import SILENT
 from jdisagg.core.errors import DeadlineExceeded, HandoffLost, Overloaded, RequestError, Unavailable
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Output
-from jdisagg.router.blame import Lost
 from jdisagg.router.entry import Entry
 from jdisagg.router.flight import Flight
 from jdisagg.router.recovery import FAILED_EVERY_S, FAILED_FIRST, ReplayConfig, Replays
-from jdisagg.router.setbacks import Setbacks
+from jdisagg.router.setbacks import Lost, Setbacks
 from tests.unit.router.test_late_registrations import MEMBER
 from tests.unit.wire.rig import member, request
 
@@ -39,7 +38,7 @@ class Rig:
     def die(self, number: int, reason: str = "connection reset", *, alone: bool = False) -> float:
         """That worker went down under it."""
         lost = Lost(HandoffLost(f"d{number} was lost"), death=True, worker=(f"d{number}", "epoch"), reason=reason)
-        self.flight.setbacks.blame.add(lost, self.flight.attempt)
+        self.flight.setbacks.blame_for(lost, self.flight.attempt)
         return self._next(lost, alone, 0.0)
 
     def _next(self, lost: Lost, alone: bool, now_s: float) -> float:
@@ -163,7 +162,7 @@ def test_one_worker_that_falls_silent_again_and_again_is_one_silence() -> None:
     rig = Rig()
     for _ in range(6):
         rig.die(0, SILENT)
-    rig.flight.setbacks.blame.clear(("d0", "epoch"))
+    rig.flight.setbacks.is_back(("d0", "epoch"))
     rig.die(1)
     assert rig.replays.num_quarantined == 0
 

@@ -9,8 +9,8 @@ import pytest
 
 from jdisagg.api.worker.client import CLOSED, SILENT
 from jdisagg.core.errors import HandoffLost
-from jdisagg.router.blame import Blame, Lost
 from jdisagg.router.entry import Entry
+from jdisagg.router.setbacks import Lost, Setbacks
 from jdisagg.router.worker_news import EVICTED
 from scripts.chaos_kit.proxy import Proxy
 from tests.unit.router.fakes import FakeWorker, Router
@@ -34,30 +34,30 @@ def test_a_worker_died_unless_it_was_about_to_end_or_closed_the_stream_itself(re
 
 @pytest.mark.parametrize(("reason", "deaths"), [("reset", 1.0), (SILENT, 0.5), (EVICTED, 0.5)])
 def test_a_worker_that_is_back_did_not_die_of_a_request(reason: str, deaths: float) -> None:
-    blame, entry = Blame(), Entry(MEMBER, 0.0)
-    blame.add(Lost.of(entry, reason), 1)
-    assert blame.deaths == deaths
-    blame.clear(("another", "worker"))
-    assert blame.deaths == deaths
-    blame.clear(entry.key)
-    assert blame.deaths == 0.0
+    setbacks, entry = Setbacks(), Entry(MEMBER, 0.0)
+    setbacks.blame_for(Lost.of(entry, reason), 1)
+    assert setbacks.blame == deaths
+    setbacks.is_back(("another", "worker"))
+    assert setbacks.blame == deaths
+    setbacks.is_back(entry.key)
+    assert setbacks.blame == 0.0
 
 
 def test_a_worker_that_closed_its_stream_and_one_that_gave_the_request_back_speak_against_nobody() -> None:
-    blame = Blame()
-    blame.add(Lost.of(Entry(MEMBER, 0.0), CLOSED), 1)
-    blame.add(Lost(HandoffLost("every rung failed"), death=False), 2)
-    assert blame.deaths == 0
+    setbacks = Setbacks()
+    setbacks.blame_for(Lost.of(Entry(MEMBER, 0.0), CLOSED), 1)
+    setbacks.blame_for(Lost(HandoffLost("every rung failed"), death=False), 2)
+    assert setbacks.blame == 0
 
 
 @pytest.mark.parametrize(("first", "then", "deaths"), [("reset", EVICTED, 1.0), (SILENT, "reset", 0.5)])
 def test_an_attempt_is_lost_once_whatever_becomes_of_its_worker(first: str, then: str, deaths: float) -> None:
-    blame, entry = Blame(), Entry(MEMBER, 0.0)
+    setbacks, entry = Setbacks(), Entry(MEMBER, 0.0)
     for reason in (first, then):
-        blame.add(Lost.of(entry, reason), 1)
-    assert blame.deaths == deaths
-    blame.add(Lost.of(Entry(replace(MEMBER, epoch="next"), 0.0), "reset"), 2)
-    assert blame.deaths == deaths + 1.0
+        setbacks.blame_for(Lost.of(entry, reason), 1)
+    assert setbacks.blame == deaths
+    setbacks.blame_for(Lost.of(Entry(replace(MEMBER, epoch="next"), 0.0), "reset"), 2)
+    assert setbacks.blame == deaths + 1.0
 
 
 def test_a_worker_that_is_back_before_a_slow_client_reads_on_is_not_held_against_its_request() -> None:
@@ -73,11 +73,11 @@ def test_a_worker_that_is_back_before_a_slow_client_reads_on_is_not_held_against
             (entry,), (flight,) = router.engine.workers.fleet.entries(), router.engine._flights.values()
             before = entry.stream
             proxy.cut()
-            await until(lambda: flight.setbacks.blame.deaths > 0.0)
+            await until(lambda: flight.setbacks.blame > 0.0)
             await until(lambda: entry.linked and entry.stream is not before)
             while flight.attempt == 1:  # it reads on: first what came before the cut
                 await anext(stream)
-            assert flight.setbacks.blame.deaths == 0.0
+            assert flight.setbacks.blame == 0.0
         finally:
             await stream.aclose()
             await until(lambda: not worker.engine.live)
