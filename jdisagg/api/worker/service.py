@@ -141,8 +141,8 @@ class _RunStream:
         self._engine = engine
         self._on_first = on_first
         self._grammars = grammars
-        self._live: dict[tuple[str, int], Compiled | None] = {}  # by request id and attempt; its grammar is held
-        self._compiling: dict[tuple[str, int], asyncio.Task[None]] = {}  # those of `_live` that the engine does not know yet
+        # by request id and attempt; its grammar is held, or being compiled, and the engine does not know the request yet
+        self._live: dict[tuple[str, int], Compiled | asyncio.Task[None] | None] = {}
         self._outputs = OutputBacklog()
         self._encoded = InOrder(encode_output, self._append)
         self._heartbeat_due = True
@@ -216,20 +216,17 @@ class _RunStream:
                 self._fail(key, error)
             else:
                 self._engine.submit(request, self._sink, self.router)
-            finally:
-                self._compiling.pop(key, None)
 
         key = request.request_id, request.attempt
-        self._compiling[key] = asyncio.create_task(compile_first())
+        self._live[key] = asyncio.create_task(compile_first())
 
     def _fail(self, key: tuple[str, int], error: RequestError) -> None:
         request_id, attempt = key
         self._deliver([Output(request_id=request_id, attempt=attempt, finish=FinishReason.ERROR, error=error)])
 
     def _forget(self, key: tuple[str, int]) -> None:
-        self._live.pop(key, None)
-        if (task := self._compiling.pop(key, None)) is not None:
-            task.cancel()
+        if isinstance(held := self._live.pop(key, None), asyncio.Task):
+            held.cancel()
 
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:
