@@ -173,9 +173,9 @@ class FleetEngine:
 
     async def debug_state(self) -> dict[str, Any]:
         """Members and flights."""
-        self._replays.expire(monotonic())
         flights = [flight.summary() for flight in self._flights.values()]
-        return {"members": self.workers.snapshot(), "flights": flights, "quarantined": self._replays.num_quarantined}
+        quarantined = self._replays.num_quarantined(monotonic())
+        return {"members": self.workers.snapshot(), "flights": flights, "quarantined": quarantined}
 
     async def drain(self, deadline_s: float) -> int:
         """Admit nothing more and wait for what runs."""

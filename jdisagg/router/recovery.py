@@ -48,14 +48,10 @@ class Replays:
         self._budget = ReplayBudget(config.budget_share, config.budget_floor)
         self._told_failed = {level: Seldom(FAILED_EVERY_S, FAILED_FIRST) for level in (logging.INFO, logging.WARNING)}
 
-    @property
-    def num_quarantined(self) -> int:
-        """Keys under quarantine, as of the last request or `expire`."""
-        return len(self._quarantine)
-
-    def expire(self, now_s: float) -> None:
-        """Forget what is under quarantine no longer."""
+    def num_quarantined(self, now_s: float) -> int:
+        """Keys under quarantine."""
         self._quarantine.expire(now_s)
+        return len(self._quarantine)
 
     @property
     def place_wait_s(self) -> float:

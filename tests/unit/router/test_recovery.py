@@ -152,10 +152,10 @@ def test_four_silences_are_two_deaths() -> None:
     rig = Rig()
     for number in range(3):
         rig.die(number, SILENT)
-    assert rig.replays.num_quarantined == 0
+    assert rig.replays.num_quarantined(0.0) == 0
     with pytest.raises(HandoffLost, match="in flight when 4 workers went down"):
         rig.die(3, SILENT)
-    assert rig.replays.num_quarantined == 2, "its id and its prompt"
+    assert rig.replays.num_quarantined(0.0) == 2, "its id and its prompt"
 
 
 def test_one_worker_that_falls_silent_again_and_again_is_one_silence() -> None:
@@ -164,7 +164,7 @@ def test_one_worker_that_falls_silent_again_and_again_is_one_silence() -> None:
         rig.die(0, SILENT)
     rig.flight.setbacks.is_back(("d0", "epoch"))
     rig.die(1)
-    assert rig.replays.num_quarantined == 0
+    assert rig.replays.num_quarantined(0.0) == 0
 
 
 def test_a_quarantined_request_is_refused_before_it_is_counted_as_new() -> None:
@@ -183,8 +183,7 @@ def test_a_quarantined_request_is_refused_before_it_is_counted_as_new() -> None:
         rig.replays.admit(rig.flight.request, 0.0)
     with pytest.raises(Unavailable, match="replay budget"):
         replay()
-    rig.replays.expire(10.0)
-    assert rig.replays.num_quarantined == 0
+    assert rig.replays.num_quarantined(10.0) == 0
     rig.replays.admit(rig.flight.request, 10.0)
     replay()
 

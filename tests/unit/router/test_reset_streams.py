@@ -39,7 +39,7 @@ def test_a_stream_that_is_reset_is_opened_again_at_once_and_no_death(monkeypatch
         await asyncio.gather(stream, return_exceptions=True)
         await until(lambda: not any(worker.engine.live for worker in there))
         assert tokens(outputs) == expected(asked)[: len(tokens(outputs))]
-        assert router.engine._replays.num_quarantined == 0
+        assert router.engine._replays.num_quarantined(monotonic()) == 0
         await stop(router, *there)
         for proxy in proxies:
             await proxy.close()

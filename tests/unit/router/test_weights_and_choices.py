@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from time import monotonic
 
 import pytest
 
@@ -30,14 +31,14 @@ def test_a_prompt_with_several_choices_is_quarantined_after_two_deaths_not_after
         tasks = [asyncio.create_task(collect(router, one)) for one in asked]
         for death in (1, 2):
             await until(lambda: any(len(worker.engine.live) == 3 for worker in workers))
-            assert router.engine._replays.num_quarantined == 0
+            assert router.engine._replays.num_quarantined(monotonic()) == 0
             victim = next(worker for worker in workers if worker.engine.live)
             workers.remove(victim)
             await victim.die()
             assert death == 2 or not any(task.done() for task in tasks)
         ends = [(await task)[-1] for task in tasks]
         assert all(isinstance(end.error, HandoffLost) for end in ends)
-        assert router.engine._replays.num_quarantined == 4  # three ids, one prompt
+        assert router.engine._replays.num_quarantined(monotonic()) == 4  # three ids, one prompt
         (survivor,) = workers
         for again in (asked[2], replace(asked[0], request_id="other/0", fork_group="other")):
             with pytest.raises(HandoffLost, match="quarantined for"):
