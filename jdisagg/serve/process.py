@@ -4,8 +4,8 @@
         ...                                # build the parts
         process.dump_with(parts.state)     # what SIGUSR1 shows besides stacks; before, for how long it has been starting
         ...                                # print READY
-        await process.stopping.wait()      # SIGTERM or SIGINT
-        ...                                # drain within config.server.drain_s, close the parts
+        await process.drained(..)          # at SIGTERM or SIGINT, within config.server.drain_s
+        ...                                # close the parts
         return 0
 
 The first SIGTERM or SIGINT sets `stopping`; a later one ends the process at once, drained or not, but for the child of a
@@ -82,6 +82,17 @@ class Process:
         """As a first SIGTERM, for a fault of its own: it exits with `status` when it has drained."""
         self.status = status
         self.stopping.set()
+
+    async def drained(self, drain: Callable[[float], Awaitable[int]], drain_s: float) -> float:
+        """Wait until it is told to end, and let `drain` wait for what runs, until a deadline that is returned; that tells how
+        many requests still run then."""
+        await self.stopping.wait()
+        deadline_s = monotonic() + drain_s
+        if unfinished := await drain(deadline_s):
+            log.warning("requests still running at the end of --drain-s: %d", unfinished)
+        else:
+            log.info("drained: every request has ended")
+        return deadline_s
 
     async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
         """Await a part of the start that has a thread of its own. SIGTERM meanwhile ends the process at once: that thread

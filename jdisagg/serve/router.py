@@ -7,7 +7,6 @@ and go; `/ready` says whether a request would be served now. SIGTERM: report NOT
 from __future__ import annotations
 
 import asyncio
-import logging
 from contextlib import suppress
 from functools import partial
 from time import monotonic
@@ -39,8 +38,6 @@ from jdisagg.serve.ready import Ready, announce
 from jdisagg.serve.text_edge import TextModel, make_edge, read_text_model
 from jdisagg.text.grammar import Grammars
 from jdisagg.v1 import admin_pb2_grpc, fleet_pb2_grpc, generation_pb2_grpc
-
-log = logging.getLogger(__name__)
 
 SERVICES = ("jdisagg.v1.GenerationService", "jdisagg.v1.FleetService", "jdisagg.v1.AdminService")
 GRPC_STOP_S = 1.0  # for calls that are still open after the drain
@@ -98,13 +95,7 @@ async def serve(config: Config, process: Process) -> int:
     keep_what_is_there()
     watches = [asyncio.create_task(watch) for watch in (observe_lateness(metrics), end_when_nobody_accepts(process, address))]
     announce(Ready(role="router", http=http.address, grpc=address, model=model, warmup_s=round(monotonic() - started_s, 3)))
-    await process.stopping.wait()
-    deadline_s = monotonic() + config.server.drain_s
-    unfinished = await drain(deadline_s)
-    if unfinished:
-        log.warning("requests still running at the end of --drain-s: %d", unfinished)
-    else:
-        log.info("drained: every request has ended")
+    deadline_s = await process.drained(drain, config.server.drain_s)
     await fleet.everybody_told()
     await engine.close()
     await edge.until_read(deadline_s)

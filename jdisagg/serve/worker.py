@@ -85,13 +85,7 @@ async def serve(config: Config, process: Process) -> int:
             bits=deployment.bits or None,
         )
     )
-    await process.stopping.wait()
-    deadline_s = monotonic() + config.server.drain_s
-    unfinished = await edges.drain(deadline_s)
-    if unfinished:
-        log.warning("requests still running at the end of --drain-s: %d", unfinished)
-    else:
-        log.info("drained: every request has ended")
+    deadline_s = await process.drained(edges.drain, config.server.drain_s)
     edges.engine.close()
     await edges.until_read(deadline_s)
     await http.stop(deadline_s)
