@@ -43,8 +43,6 @@ class Sender:
         self._served_s = float("-inf")  # when the latest request that was answered had been sent
         self._told_s = float("-inf")  # of a wait
         self._looks = Looks(num_recent=0)
-        self._num_asking = 0
-        self._looking: asyncio.Task[None] | None = None  # while somebody asks
         self._suspect = asyncio.Lock()  # of requests that may bring the server down one is asked at a time
 
     async def send(self, call: Call, request_id: str) -> Answer:
@@ -126,15 +124,11 @@ class Sender:
     @contextmanager
     def _looked_at(self) -> Iterator[None]:
         """Whoever asks knows whether this process stands still meanwhile."""
-        self._num_asking += 1
-        self._looking = self._looking or asyncio.create_task(self._look())
+        looking = asyncio.create_task(self._look())
         try:
             yield
         finally:
-            self._num_asking -= 1
-            if not self._num_asking:
-                self._looking.cancel()
-                self._looking = None
+            looking.cancel()
 
     async def _look(self) -> None:
         while True:
