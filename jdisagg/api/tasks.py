@@ -26,6 +26,13 @@ async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def until_set(event: asyncio.Event, timeout_s: float) -> None:
+    """Wait until it is, or so long."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+
+
 async def first_of(*tasks: asyncio.Future[Any], timeout_s: float) -> None:
     """Wait until one of them is done, or so long, and then once more for a moment: a loop that stood still looks at its clock
     before it reads what came."""

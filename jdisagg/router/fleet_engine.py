@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -23,6 +22,7 @@ from typing import Any
 from jdisagg.api.channels import INSECURE, Credentials
 from jdisagg.api.generation.attempts import Attempts
 from jdisagg.api.generation.token_engine import Enough, Health
+from jdisagg.api.tasks import until_set
 from jdisagg.api.turns import Turns
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.drill import Drill
@@ -254,9 +254,7 @@ class FleetEngine:
         pause_s = self._replays.next_attempt(flight, lost, worker=failed.worker, alone=alone, num_live=num_live, now_s=now_s)
         if alone:
             flight.setbacks.tried = frozenset({failed.address})  # begin another round
-        with suppress(TimeoutError):
-            async with asyncio.timeout(min(pause_s, flight.request.deadline_s - now_s)):
-                await self._closed.wait()
+        await until_set(self._closed, min(pause_s, flight.request.deadline_s - now_s))
         await self._place(flight)
         return None
 

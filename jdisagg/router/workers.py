@@ -11,14 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from time import monotonic
 from typing import Any
 from uuid import uuid4
 
 from jdisagg.api.channels import Credentials
-from jdisagg.api.tasks import cancel_and_wait, start_in
+from jdisagg.api.tasks import cancel_and_wait, start_in, until_set
 from jdisagg.api.worker.client import CLOSED, SILENT, WorkerLink
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
@@ -131,9 +130,7 @@ class Workers:
 
     async def changed(self, timeout_s: float) -> None:
         """Wait for a worker to appear, at most `timeout_s`."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
+        await until_set(self._changed, timeout_s)
 
     def snapshot(self) -> list[dict[str, Any]]:
         """Members as JSON-able data."""

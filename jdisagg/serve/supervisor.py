@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from jdisagg.api.tasks import until_set
 from jdisagg.core.log_formats import to_stderr
 from jdisagg.serve.child import Child, ChildSpec
 from jdisagg.serve.ready import Ready
@@ -110,7 +111,7 @@ class Supervisor:
                 log.info("%s: ended as it was told to; starting it again in %.1f s", spec.name, delay_s)
             else:
                 log.warning("%s: %s; starting it again in %.1f s", spec.name, run.ending, delay_s)
-            await self._pause(delay_s)
+            await until_set(self._stopping, delay_s)
             delay_s = min(2 * delay_s, self._patience.max_delay_s)
             self.restarts += 1
 
@@ -148,14 +149,6 @@ class Supervisor:
 
     async def _end(self, child: Child) -> int:
         return await child.stop(self._patience.grace_s if child.is_ready else self._patience.starting_grace_s)
-
-    async def _pause(self, delay_s: float) -> None:
-        """Wait for the delay or for `stop`, whichever is first."""
-        try:
-            async with asyncio.timeout(delay_s):
-                await self._stopping.wait()
-        except TimeoutError:
-            return
 
 
 def _start_failed(name: str, run: _Run, failures: int) -> StartFailed:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -21,7 +20,7 @@ from prometheus_client import Gauge
 from jdisagg.api.channels import INSECURE, Credentials, open_channel
 from jdisagg.api.fleet.codec import encode_member, encode_report
 from jdisagg.api.fleet.router_names import LOOK_S, LOOK_SOON_S, RouterNames
-from jdisagg.api.tasks import cancel_and_wait, start_in
+from jdisagg.api.tasks import cancel_and_wait, start_in, until_set
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.fleet import WHERE_TO_LOOK, Member, Report
 from jdisagg.core.told import told
@@ -135,9 +134,7 @@ class FleetClient:
             except Exception:  # a bug of ours: routers that are known are kept
                 log.exception("the names of --router could not be looked up")
             await asyncio.sleep(LOOK_SOON_S)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S - LOOK_SOON_S):
-                    await self._failed.wait()
+            await until_set(self._failed, LOOK_S - LOOK_SOON_S)
             self._failed.clear()
 
     def _keep_wanted(self) -> None:

@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from contextlib import suppress
 from dataclasses import dataclass
 
+from jdisagg.api.tasks import until_set
 from jdisagg.core.host_names import Address, Names
 from jdisagg.handoff.identity import Identity
 
@@ -139,10 +139,7 @@ class _Proof:
 
     async def tried(self) -> None:
         """Until something is known, or the time for that is over."""
-        if not self._tried.is_set():
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(self._patient_until_s):
-                    await self._tried.wait()
+        await until_set(self._tried, self._patient_until_s - asyncio.get_running_loop().time())
 
     async def _run(self) -> None:
         pause_s = SOON_S
