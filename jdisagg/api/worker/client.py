@@ -92,10 +92,7 @@ class WorkerLink:
 
     def abandon(self) -> None:
         """From now on no callback is called."""
-        self._on_up = _ignore
-        self._on_down = _ignore
-        self._on_outputs = _ignore
-        self._on_load = _ignore
+        self._on_up = self._on_down = self._on_outputs = self._on_load = _ignore
 
     async def close(self) -> None:
         """Abandon, then end the stream and the channel."""
