@@ -10,7 +10,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Scope
+from starlette.types import Message, Scope
 
 from jdisagg.api.http import app as http_app
 from jdisagg.api.http.app import REFUSED_EVERY_S, _ApiKeyGuard  # pyright: ignore[reportPrivateUsage]
@@ -22,7 +22,7 @@ async def answer(request: Request) -> Response:
     return PlainTextResponse("here")
 
 
-def ask(app: ASGIApp, key: str) -> int:
+def ask(app: _ApiKeyGuard, key: str) -> int:
     """The status of a call with that key."""
     headers = [(b"authorization", key.encode())]
     scope: Scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": headers, "query_string": b""}
