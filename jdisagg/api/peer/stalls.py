@@ -24,14 +24,13 @@ class Watched:
 
 
 class StallWatch:
-    """One thread that looks at all calls, and ends when there were none for a while. `watch` and `unwatch` are for any
-    thread."""
+    """One thread that looks at all calls, and ends when it finds none. `watch` and `unwatch` are for any thread."""
 
     def __init__(self, limit_s: float) -> None:
         """A stall is `limit_s` without a part, counted by this thread's own looks: a process that stood still blames nobody."""
         self.limit_s = limit_s
         self._watched: set[Watched] = set()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -39,25 +38,22 @@ class StallWatch:
         """Begin; `unwatch` must follow. `patience`: how many times the limit the call gets. Raises RuntimeError when no thread
         is left."""
         watched = Watched(call, patience * LOOKS_PER_LIMIT)
-        with self._changed:
+        with self._lock:
             if self._thread is None and not self._closing.is_set():
                 thread = threading.Thread(target=self._run, name="stall-watch", daemon=True)
                 thread.start()
                 self._thread = thread
             self._watched.add(watched)
-            self._changed.notify()
         return watched
 
     def unwatch(self, watched: Watched) -> None:
         """Its reader is through with it; idempotent."""
-        with self._changed:
+        with self._lock:
             self._watched.discard(watched)
 
     def close(self) -> None:
         """End the thread."""
         self._closing.set()
-        with self._changed:
-            self._changed.notify()
 
     def _run(self) -> None:
         while self._has_work():
@@ -65,15 +61,14 @@ class StallWatch:
             self._look()
 
     def _has_work(self) -> bool:
-        with self._changed:
-            self._changed.wait_for(lambda: self._watched or self._closing.is_set(), timeout=self.limit_s)
+        with self._lock:
             if self._closing.is_set() or not self._watched:
                 self._thread = None  # the next call starts another one
                 return False
             return True
 
     def _look(self) -> None:
-        with self._changed:
+        with self._lock:
             watched = list(self._watched)
         for one in watched:
             if one.num_parts != one.num_seen:
