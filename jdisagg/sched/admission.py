@@ -1,8 +1,8 @@
 """The gate in front of the KV pool: who may take memory, and what of it is there already.
 
 A sequence gets in when its known tokens and the start of its output fit into free pages minus those promised to sequences
-admitted before and not yet taken. So a decode loses its pages only when its output, or that of one whose turn is before its
-own, outgrows `reserved_decode_tokens`.
+admitted before and not yet taken (`PageBook.num_unpromised`). So a decode loses its pages only when its output, or that of one
+whose turn is before its own, outgrows `reserved_decode_tokens`.
 """
 
 from __future__ import annotations
@@ -23,43 +23,38 @@ class Admission:
         self._most_pages = table.pages.pages_for(max_model_len)  # of any one sequence
         self._reserved_decode_tokens = reserved_decode_tokens
 
-    def take_memory(self, sequence: Sequence, promised: int) -> bool:
+    def take_memory(self, sequence: Sequence) -> bool:
         """Reserve pages of all tokens known so far; the gate also keeps room for the start of the output."""
-        pages, holding = self._table.pages, sequence.holding
+        pages = self._table.pages
         hits, total = self._hits(sequence), pages.pages_for(self.gate_tokens(sequence))
-        if self._cost(sequence, hits, total) > pages.num_free - promised:
+        if self._cost(sequence, hits, total) > pages.num_unpromised:
             return False
         if sequence.wait.host_tokens:
             sequence.continue_from(sequence.wait.host_tokens)
         elif sequence.status is not Status.PREALLOC:
-            pages.pin(holding, hits)
+            pages.pin(sequence.holding, hits)
             self._skip_computed(sequence, len(hits) * pages.page_size)
-        grown = pages.grow(holding, pages.pages_for(sequence.num_known))
-        assert grown is not None, "the gate let a sequence in that does not fit"
-        holding.promised_pages = total
+        self._reserve(sequence, total)
         return True
 
-    def weigh_host_copy(self, sequence: Sequence, promised: int) -> None:
+    def weigh_host_copy(self, sequence: Sequence) -> None:
         """KV on the host comes back into pages of its own. Where too few are free, but would do beside the pages that hold its
         beginning, the copy is let go: the rest is computed again, sooner than the sequence, whom nobody passes, could go on."""
         if not sequence.wait.host_tokens or self._table.refetches_retracted:  # where nothing is computed
             return
-        total, num_free = self._table.pages.pages_for(self.gate_tokens(sequence)), self._table.pages.num_free - promised
-        if self._cost(sequence, (), total) > num_free >= self._cost(sequence, self.find_prefix(sequence), total):
+        total, room = self._table.pages.pages_for(self.gate_tokens(sequence)), self._table.pages.num_unpromised
+        if self._cost(sequence, (), total) > room >= self._cost(sequence, self.find_prefix(sequence), total):
             self._table.host.drop(sequence.request_id)
             sequence.wait.host_tokens = 0
 
-    def share_memory(self, child: Sequence, donor: Sequence, promised: int) -> bool:
+    def share_memory(self, child: Sequence, donor: Sequence) -> bool:
         """Reserve pages for a choice beside the sibling whose prompt it has: its full pages are shared, up to the prompt's last
         token, which the child feeds itself. The caller copies the page in between when there is one."""
-        pages, holding = self._table.pages, child.holding
-        total = pages.pages_for(self.gate_tokens(child))
-        if self.needs(child) > pages.num_free - promised:
+        pages = self._table.pages
+        if self.needs(child) > pages.num_unpromised:
             return False
-        pages.share(holding, donor.holding, self._num_shared(child))
-        grown = pages.grow(holding, pages.pages_for(child.num_known))
-        assert grown is not None, "the gate let a choice in that does not fit"
-        holding.promised_pages = total
+        pages.share(child.holding, donor.holding, self._num_shared(child))
+        self._reserve(child, pages.pages_for(self.gate_tokens(child)))
         child.continue_from(child.num_known - 1)
         child.told.cached_tokens = child.num_computed
         return True
@@ -106,6 +101,13 @@ class Admission:
         if sequence.wants_prompt_logprobs:
             return ()
         return self._table.pages.find(sequence, sequence.target - 1)
+
+    def _reserve(self, sequence: Sequence, total: int) -> None:
+        """Take the pages of what is known, and have the rest of `total` kept for it."""
+        pages = self._table.pages
+        grown = pages.grow(sequence.holding, pages.pages_for(sequence.num_known))
+        assert grown is not None, f"the gate let {sequence.request_id} in, which does not fit"
+        pages.set_aside(sequence.holding, total)
 
     def _hits(self, sequence: Sequence) -> tuple[int, ...]:
         """Pages it would take over: one that fetches has pinned them, one whose KV is on the host has it all."""
@@ -156,8 +158,8 @@ class Admission:
         self._count(sequence, sequence.holding.held_tokens)
 
     def _may_pin(self, sequence: Sequence, hits: tuple[int, ...]) -> bool:
-        pages, table = self._table.pages, self._table
-        if pages.cost(hits, len(hits)) > pages.num_free - table.outstanding_pages():
+        pages = self._table.pages
+        if pages.cost(hits, len(hits)) > pages.num_unpromised:
             return False
         has_plenty = len(hits) + self._most_pages <= pages.num_free
         return has_plenty or self._fits_beside_pins(sequence, len(hits))

@@ -203,12 +203,12 @@ class Explainer:
 
     def _shortage(self, sequence: Sequence) -> str | None:
         """How far the gate's need is from what is free."""
-        needs, num_free, promised = self._admission.needs(sequence), self._table.pages.num_free, self._promised_pages
-        short = needs - (num_free - promised)
+        needs, pages = self._admission.needs(sequence), self._table.pages
+        short = needs - pages.num_unpromised
         if short <= 0:
             return None
-        kept = f", {promised} promised to admitted requests" if promised else ""
-        return f"{counted(short, 'page')} short (needs {needs}, {num_free} free{kept})"
+        kept = f", {pages.num_promised} promised to admitted requests" if pages.num_promised else ""
+        return f"{counted(short, 'page')} short (needs {needs}, {pages.num_free} free{kept})"
 
     @cached_property
     def _first_in_the_way(self) -> tuple[Sequence, Wait] | None:
@@ -228,10 +228,6 @@ class Explainer:
     @cached_property
     def _donors(self) -> dict[str, Sequence]:
         return self._table.groups.donors(self._table.queues[Status.FORKING])
-
-    @cached_property
-    def _promised_pages(self) -> int:
-        return self._table.outstanding_pages()
 
     def _missing_to_decode(self, sequence: Sequence) -> int:
         wanted = self._rows.pages_to_decode(sequence) - len(sequence.holding.pages)

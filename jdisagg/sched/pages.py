@@ -20,6 +20,7 @@ class PageBook:
         self._allocator = PageAllocator(num_pages, self._evict)
         self._caching = enable_prefix_caching
         self._journal: PrefixJournal | None = None  # None = nobody wants to know
+        self.num_promised = 0  # pages set aside at admission and not taken yet
 
     @property
     def num_usable(self) -> int:
@@ -30,6 +31,11 @@ class PageBook:
     def num_free(self) -> int:
         """Pages that can be taken now."""
         return self._allocator.num_free
+
+    @property
+    def num_unpromised(self) -> int:
+        """Of the free pages those that are set aside for nobody; below 0 where outputs outgrew what was kept for them."""
+        return self.num_free - self.num_promised
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens."""
@@ -60,11 +66,17 @@ class PageBook:
         holding.keys = donor.keys[:num_pages]
 
     def grow(self, holding: Holding, num_pages: int) -> tuple[int, ...] | None:
-        """Extend to `num_pages` pages; the new ones (maybe none), or None and no change when memory is short."""
+        """Extend to `num_pages` pages; the new ones (maybe none), or None and no change when memory is short. What it was
+        promised goes first."""
         new = self._allocator.alloc(max(0, num_pages - len(holding.pages)))
         if new:
             holding.pages.extend(new)
+            self._promise(holding, max(0, holding.num_promised - len(new)))
         return new
+
+    def set_aside(self, holding: Holding, num_pages: int) -> None:
+        """Promise what is missing to `num_pages` pages in all; kept until it is taken, or the holding is dropped."""
+        self._promise(holding, max(0, num_pages - len(holding.pages)))
 
     def cache_full_pages(self, sequence: Sequence) -> None:
         """Offer the full pages below `num_computed` to the prefix index: the steps that wrote them have committed. Twins are
@@ -90,7 +102,8 @@ class PageBook:
         self._allocator.free(holding.pages)
         holding.pages.clear()
         holding.twins.clear()
-        holding.num_indexed = holding.promised_pages = holding.held_tokens = 0
+        holding.num_indexed = holding.held_tokens = 0
+        self._promise(holding, 0)
 
     def distrust(self, holding: Holding) -> None:
         """Nobody finds its pages from now on: what they hold may be bad. Those who share them keep them."""
@@ -123,10 +136,12 @@ class PageBook:
         return {"pages": len(keys), "digest": digest(keys)}
 
     def check(self, holdings: Iterable[Holding]) -> None:
-        """Assert that references are exactly those of `holdings` and that no page is lost."""
+        """Assert that references and promises are exactly those of `holdings` and that no page is lost."""
         self._allocator.check()
         counted: dict[int, int] = {}
+        promised = 0
         for holding in holdings:
+            promised += holding.num_promised
             assert len(set(holding.pages)) == len(holding.pages), "a sequence holds one page twice"
             for page in holding.pages:
                 counted[page] = counted.get(page, 0) + 1
@@ -137,6 +152,11 @@ class PageBook:
         assert len(counted) == self._allocator.num_used, (
             f"{self._allocator.num_used} pages used, {len(counted)} held by sequences"
         )
+        assert promised == self.num_promised, f"{self.num_promised} pages promised, {promised} to sequences"
+
+    def _promise(self, holding: Holding, num_pages: int) -> None:
+        self.num_promised += num_pages - holding.num_promised
+        holding.num_promised = num_pages
 
     def _evict(self, page: int) -> None:
         key = self._index.evict(page)

@@ -26,18 +26,13 @@ class Holding:
     num_indexed: int = 0  # leading pages offered to the prefix index, if there is one
     twins: list[int] = field(default_factory=list)  # of them, those that are not in it: another page had their tokens already
     is_private: bool = False  # it lived when the index was reset: nothing of it is offered any more
-    promised_pages: int = 0  # pages the admission gate set aside for it in all
+    num_promised: int = 0  # pages set aside for it that it has not taken yet
     held_tokens: int = 0  # leading tokens a remote sequence found at add(); their pages are pinned from then on
 
     @property
     def page_table(self) -> PageTable:
         """Its pages as the device takes them."""
         return (tuple(self.pages),)
-
-    @property
-    def outstanding_pages(self) -> int:
-        """Promised pages it has not taken yet."""
-        return max(0, self.promised_pages - len(self.pages))
 
 
 @dataclass(slots=True, eq=False)

@@ -54,10 +54,8 @@ class Starter:
                 earlier = self._waiting_before(sequence, donors)
                 if earlier is None:
                     break
-                self._admission.weigh_host_copy(earlier, table.outstanding_pages())
-                has_room = not self._is_too_long(draft, earlier) and self._admission.take_memory(
-                    earlier, table.outstanding_pages()
-                )
+                self._admission.weigh_host_copy(earlier)
+                has_room = not self._is_too_long(draft, earlier) and self._admission.take_memory(earlier)
                 if has_room:
                     self._start_one(draft, earlier)
             if not self._can_compute(draft):
@@ -89,17 +87,15 @@ class Starter:
     def _fork(self, draft: Draft, donors: dict[str, Sequence], blocked: list[Sequence]) -> None:
         """Choices whose prompt is in memory take their share of it before anybody takes more; then they wait for a slot."""
         table = self._table
-        promised = table.outstanding_pages()
         for child in table.queues[Status.FORKING]:
             if self._is_short:
                 return
             donor = donors.get(child.request_id)
             if donor is None:
                 continue
-            if not self._admission.share_memory(child, donor, promised):
+            if not self._admission.share_memory(child, donor):
                 blocked.append(child)
                 continue
-            promised += child.holding.outstanding_pages
             table.move(child, Status.READY)
             table.stats.forks += 1
             boundary, offset = divmod(child.num_computed, table.pages.page_size)
@@ -115,7 +111,6 @@ class Starter:
         fits. When nothing but pins of waiting ones is in its way, anybody may pass, or nobody would ever free a page.
         """
         waiting, prealloc = self._table.queues[Status.WAITING], self._table.queues[Status.PREALLOC]
-        promised = self._table.outstanding_pages()
         i = j = 0
         while not (self._is_short or self._is_closed_by(blocked)):
             local, remote, can_compute = waiting.at(i), prealloc.at(j), self._can_compute(draft)
@@ -126,11 +121,10 @@ class Starter:
             if not candidates or (remote is None and not can_compute):
                 return
             sequence = min(candidates, key=lambda s: s.order)
-            self._admission.weigh_host_copy(sequence, promised)
+            self._admission.weigh_host_copy(sequence)
             if sequence is local and can_compute and self._is_too_long(draft, sequence):
                 return
-            if (sequence is remote or can_compute) and self._admission.take_memory(sequence, promised):
-                promised += sequence.holding.outstanding_pages
+            if (sequence is remote or can_compute) and self._admission.take_memory(sequence):
                 for passed in blocked:
                     passed.wait.num_bypassed += 1
                 self._start_one(draft, sequence)

@@ -161,11 +161,6 @@ class SequenceTable:
         last = [s for s in (self.queues[Status.RUNNING].last, self.queues[Status.READY].last) if s is not None]
         return max(last, key=lambda s: s.order) if last else None
 
-    def outstanding_pages(self) -> int:
-        """Pages that were promised at admission and not taken yet."""
-        statuses = (Status.RUNNING, Status.READY, Status.TRANSFER)
-        return sum(s.holding.outstanding_pages for status in statuses for s in self.queues[status])
-
     @property
     def someone_holds_memory(self) -> bool:
         """Somebody will free pages by going on (pins of sequences that wait for memory do not count)."""

@@ -157,7 +157,7 @@ class _Reader:
         table = self._scheduler.table
         others = (s for status in (*WITHOUT_MEMORY, Status.FORKING) for s in table.queues[status].before(sequence))
         needs = table.pages.pages_for(sequence.max_len)
-        fits = needs <= table.pages.num_free - table.outstanding_pages() and not self._scheduler.preempted
+        fits = needs <= table.pages.num_unpromised and not self._scheduler.preempted
         if seated and fits and next(others, None) is None:
             self.story.broken.append(f"{seated[0].request_id} took the slot of {sequence.request_id} at {now_s:.3f} s")
 

@@ -80,7 +80,7 @@ def test_kv_on_the_host_comes_back_when_and_only_when_there_is_room_for_it(
         plan = engine.step()
         assert all(len(copy.page_table[0]) == -(-copy.num_tokens // SIZE) for copy in plan.offload)  # nothing beside the KV
         table = engine.scheduler.table
-        spare = engine.scheduler.num_free_pages - table.outstanding_pages()
+        spare = table.pages.num_unpromised
         if plan.restore:
             assert spare >= 0  # nothing was taken of what others were promised
         away = [s for s in table.queues[Status.WAITING] if s.wait.host_tokens]

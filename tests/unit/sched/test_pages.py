@@ -172,12 +172,31 @@ def test_pages_are_pinned_only_at_the_start_of_a_sequence() -> None:
 def test_dropping_forgets_the_promise_and_keeps_the_keys() -> None:
     pages = book()
     one = computed(pages, 12)
-    one.holding.promised_pages, one.holding.held_tokens = 7, 8
+    pages.set_aside(one.holding, 7)
+    one.holding.held_tokens = 8
     keys = list(one.holding.keys)
     pages.drop(one.holding)
     assert one.holding.pages == []
-    assert (one.holding.num_indexed, one.holding.promised_pages, one.holding.held_tokens) == (0, 0, 0)
+    assert (one.holding.num_indexed, one.holding.num_promised, one.holding.held_tokens) == (0, 0, 0)
+    assert pages.num_promised == 0
     assert one.holding.keys == keys
+
+
+def test_what_is_promised_and_taken_is_promised_no_longer() -> None:
+    pages = book(num_pages=17)
+    one, other = Holding(), Holding()
+    assert pages.grow(one, 2) is not None
+    pages.set_aside(one, 4)
+    pages.set_aside(other, 3)
+    assert (pages.num_free, pages.num_promised, pages.num_unpromised) == (14, 5, 9)
+    assert pages.grow(one, 3) is not None
+    assert (one.num_promised, pages.num_promised, pages.num_unpromised) == (1, 4, 9)
+    assert pages.grow(one, 6) is not None  # two more than it was promised
+    assert (one.num_promised, pages.num_promised, pages.num_unpromised) == (0, 3, 7)
+    pages.set_aside(one, 5)
+    assert one.num_promised == 0
+    pages.drop(other)
+    assert (pages.num_promised, pages.num_unpromised) == (0, 10)
 
 
 def test_one_event_is_written_for_each_run_of_pages_that_nobody_had_indexed() -> None:
@@ -223,12 +242,17 @@ def _lose_one(one: Holding, two: Holding) -> None:
     one.pages.pop()
 
 
+def _promise_one(one: Holding, two: Holding) -> None:
+    one.num_promised += 1
+
+
 @pytest.mark.parametrize(
     ("damage", "finding"),
     [
         (_hold_twice, "a sequence holds one page twice"),
         (_hold_anothers, "page 5: 1 references, 2 holders"),
         (_lose_one, "8 pages used, 7 held by sequences"),
+        (_promise_one, "0 pages promised, 1 to sequences"),
     ],
 )
 def test_the_check_says_which_page_is_wrong(damage: Callable[[Holding, Holding], None], finding: str) -> None:

@@ -183,7 +183,7 @@ class BypassWatched(Watched):
         sequence = self.scheduler.table.live[head["request_id"]]
         more = max(1, min(3, sequence.max_len - sequence.num_known)) if sequence.wait.was_preempted else 1
         needed = -(-(sequence.num_known + more - 1) // PAGE)
-        spare = self.scheduler.num_free_pages - self.scheduler.table.outstanding_pages()
+        spare = self.scheduler.table.pages.num_unpromised
         assert needed > spare, f"{head['request_id']} fits and did not start"
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdisagg.sched.scheduler import Scheduler
-from jdisagg.sched.sequence import Holding, Sequence
+from jdisagg.sched.sequence import Sequence
 from jdisagg.sched.states import Status
 from tests.unit.sched.engine_fake import FakeEngine, expected, request
 
@@ -41,11 +41,6 @@ def test_wanted_known_and_longest_count_from_the_same_tokens(generated: tuple[in
     assert one.num_known == 3 + len(generated)
     assert one.num_wanted == 5 - len(generated) - in_flight
     assert one.max_len == max(8, one.num_known)
-
-
-def test_what_was_promised_and_taken_is_no_longer_outstanding() -> None:
-    assert Holding(pages=[4, 5], promised_pages=3).outstanding_pages == 1
-    assert Holding(pages=[4, 5], promised_pages=1).outstanding_pages == 0
 
 
 def test_forgetting_keeps_the_tokens_and_makes_all_of_them_the_target() -> None:
