@@ -37,52 +37,7 @@ class Starter:
         blocked: list[Sequence] = []
         if donors:
             self._fork(draft, donors, blocked)
-        self._start_ready(draft, donors)
-        queues = self._table.queues
-        waiting = queues[Status.PREALLOC] or (queues[Status.WAITING] and self._can_compute(draft))
-        if waiting and not self._table.preempted:
-            self._start_waiting(draft, blocked)
-
-    def _start_ready(self, draft: Draft, donors: dict[str, Sequence]) -> None:
-        """Sequences whose KV is in place, from a peer or a sibling, take free slots and decode at once. One that waits to be
-        computed here, or restored, and whose turn is before theirs goes first when it fits: under load there is always somebody
-        whose KV has come."""
-        table = self._table
-        has_room = True
-        for sequence in table.queues[Status.READY]:
-            while has_room and not table.preempted and not self._is_short and self._can_compute(draft):
-                earlier = self._waiting_before(sequence, donors)
-                if earlier is None:
-                    break
-                self._admission.weigh_host_copy(earlier)
-                has_room = not self._is_too_long(draft, earlier) and self._admission.take_memory(earlier)
-                if has_room:
-                    self._start_one(draft, earlier)
-            if not self._can_compute(draft):
-                return
-            if sequence.status is not Status.READY:
-                continue  # lost its pages to an earlier one in this loop
-            if sequence.num_known > draft.reads:
-                draft.reads = 0  # nobody passes it, or shorter ones would for ever
-                return
-            if (
-                table.queues[Status.RUNNING]
-                and table.pages.grow(sequence.holding, self._rows.pages_to_decode(sequence)) is None
-            ):
-                return  # those running will free pages
-            if not self._rows.make_room(draft, sequence):
-                return
-            self._decode_from_now_on(draft, sequence)
-
-    def _waiting_before(self, ready: Sequence, donors: dict[str, Sequence]) -> Sequence | None:
-        """Who needs memory and a slot and comes before `ready`, and before all others that could take memory now."""
-        queues = self._table.queues
-        first = queues[Status.WAITING].at(0)
-        if first is None or first.order > ready.order:
-            return None
-        if any(child.request_id in donors for child in queues[Status.FORKING].before(first)):
-            return None
-        return None if any(remote.wait.is_open for remote in queues[Status.PREALLOC].before(first)) else first
+        self._start_in_order(draft, blocked)
 
     def _fork(self, draft: Draft, donors: dict[str, Sequence], blocked: list[Sequence]) -> None:
         """Choices whose prompt is in memory take their share of it before anybody takes more; then they wait for a slot."""
@@ -103,37 +58,58 @@ class Starter:
                 source, target = donor.holding.pages[boundary], child.holding.pages[boundary]
                 draft.copies.append(PageCopy(group=0, source=source, target=target))
 
-    def _start_waiting(self, draft: Draft, blocked: list[Sequence]) -> None:
-        """Give memory to those who wait for it, in order, whether they compute here (slot and budget too) or fetch.
+    def _start_in_order(self, draft: Draft, blocked: list[Sequence]) -> None:
+        """Give slots and memory in order, to those whose KV is in place (`ready`), those who are computed or restored here
+        (`local`; slot and budget, too) and those who fetch (`remote`; no slot yet). `blocked` lack memory so far.
+
+        Whose KV is in place waits for nobody but a local one whose turn comes before its own, and who passes nobody: under load
+        there is always somebody whose KV has come.
 
         Whose peer is not ready is passed over. Who lacks memory, or a slot that those who fetch do not need yet, lets at most
         `max_bypass` later ones go first, in its whole life, and none after it was preempted: then all behind it wait until it
         fits. When nothing but pins of waiting ones is in its way, anybody may pass, or nobody would ever free a page.
         """
-        waiting, prealloc = self._table.queues[Status.WAITING], self._table.queues[Status.PREALLOC]
-        i = j = 0
-        while not (self._is_short or self._is_closed_by(blocked)):
-            local, remote, can_compute = waiting.at(i), prealloc.at(j), self._can_compute(draft)
+        queues = self._table.queues
+        ready_may_go = new_may_go = True
+        i = j = 0  # so many that wait to be computed, or to fetch, are passed over
+        while True:
+            can_compute = self._can_compute(draft)
+            ready = queues[Status.READY].at(0) if ready_may_go and can_compute else None
+            new_may_go = new_may_go and not (self._table.preempted or self._is_short or self._is_closed_by(blocked))
+            local, remote = (queues[Status.WAITING].at(i), queues[Status.PREALLOC].at(j)) if new_may_go else (None, None)
             if remote is not None and not remote.wait.is_open:
                 j += 1
                 continue
-            candidates = [s for s in (local, remote) if s is not None]
-            if not candidates or (remote is None and not can_compute):
+            first = min((s for s in (local, remote) if s is not None), key=lambda s: s.order, default=None)
+            if ready is not None and not _is_local_and_before(first, (ready, *blocked)):
+                ready_may_go = self._start_ready(draft, ready)
+                continue
+            if first is None or (remote is None and not can_compute):
                 return
-            sequence = min(candidates, key=lambda s: s.order)
-            self._admission.weigh_host_copy(sequence)
-            if sequence is local and can_compute and self._is_too_long(draft, sequence):
-                return
-            if (sequence is remote or can_compute) and self._admission.take_memory(sequence):
+            self._admission.weigh_host_copy(first)
+            if first is local and can_compute and self._is_too_long(draft, first):
+                new_may_go = False
+            elif (first is remote or can_compute) and self._admission.take_memory(first):
                 for passed in blocked:
                     passed.wait.num_bypassed += 1
-                self._start_one(draft, sequence)
+                self._start_new(draft, first)
             else:
-                blocked.append(sequence)
-                if sequence is local:
-                    i += 1
-                else:
-                    j += 1
+                blocked.append(first)
+                i, j = i + (first is local), j + (first is remote)
+
+    def _start_ready(self, draft: Draft, sequence: Sequence) -> bool:
+        """Its KV is in place, from a peer or a sibling: it decodes at once, if there is a page for that. When False, nobody
+        behind it does so in this step."""
+        if sequence.num_known > draft.reads:
+            draft.reads = 0  # nobody passes it, or shorter ones would for ever
+            return False
+        wanted = self._rows.pages_to_decode(sequence)
+        if self._table.queues[Status.RUNNING] and self._table.pages.grow(sequence.holding, wanted) is None:
+            return False  # those running will free pages
+        if not self._rows.make_room(draft, sequence):
+            return False
+        self._decode_from_now_on(draft, sequence)
+        return True
 
     @property
     def _is_short(self) -> bool:
@@ -160,7 +136,7 @@ class Starter:
     def _can_compute(self, draft: Draft) -> bool:
         return self._table.slots.num_free > 0 and draft.budget > 0 and draft.reads > 0
 
-    def _start_one(self, draft: Draft, sequence: Sequence) -> None:
+    def _start_new(self, draft: Draft, sequence: Sequence) -> None:
         if sequence.status is Status.PREALLOC:
             self._table.move(sequence, Status.TRANSFER)
             self._table.reserved.append(sequence)
@@ -196,3 +172,9 @@ class Starter:
                 decodes=decodes,
             )
         )
+
+
+def _is_local_and_before(sequence: Sequence | None, others: tuple[Sequence, ...]) -> bool:
+    if sequence is None or sequence.status is not Status.WAITING:
+        return False
+    return all(sequence.order < other.order for other in others)
