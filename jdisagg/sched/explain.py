@@ -96,7 +96,7 @@ class Explainer:
                 return Wait(Cause.FETCH, "its receiver has not fetched all of its KV")
 
     def _outside(self, sequence: Sequence) -> Wait:
-        """Without memory: `Starter._start_waiting`."""
+        """Without memory: `Starter._start_in_order`."""
         if (wait := self._preemption() or self._margin()) is not None:
             return wait
         if sequence.status is Status.PREALLOC and not sequence.wait.is_open:

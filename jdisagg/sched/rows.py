@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jdisagg.core.config import SchedulerConfig
+from jdisagg.core.requests import Role
 from jdisagg.sched.intake import Limits
 from jdisagg.sched.plan import PageAppend, PrefillChunk
 from jdisagg.sched.sequence import Sequence
@@ -12,18 +13,52 @@ from jdisagg.sched.states import Status
 from jdisagg.sched.steps import Draft, Row
 from jdisagg.sched.table import SequenceTable
 
+HOST_IS_NEEDED = (Status.WAITING, Status.PREALLOC, Status.TRANSFER, Status.READY, Status.FORKING)
+
 
 class RowPlanner:
-    """Adds rows to a draft. Running sequences that find no page take those of the last in order, themselves included."""
+    """Adds rows to a draft. Running sequences that find no page take those of the last in order, themselves included.
+
+    There are no phases: a sequence is planned until its computed tokens have caught up with its known ones.
+    """
 
     def __init__(self, table: SequenceTable, config: SchedulerConfig, limits: Limits) -> None:
         self._table = table
         self._config = config
         self._limits = limits
 
+    def draft(self) -> Draft:
+        """The next step as far as those that run go: decodes before prompts, except with the policy prefill-first."""
+        reads = self._config.max_num_kv_read_tokens or float("inf")
+        draft = Draft(self._config.max_num_batched_tokens, reads, num_steps=self._num_steps(reads))
+        if self._limits.role is Role.PREFILL:
+            self._plan_chunks(draft)
+        elif self._config.scheduling_policy == "prefill-first":
+            self._plan_chunks(draft)
+            self._plan_decodes(draft)
+        else:
+            self._plan_decodes(draft)
+            self._plan_chunks(draft)
+        return draft
+
     # --- decode rows
 
-    def plan_decodes(self, draft: Draft) -> None:
+    def _num_steps(self, reads: float) -> int:
+        """Decode steps of this dispatch: one unless nothing but decoding goes on and pages for all of them are free."""
+        wanted = self._config.num_scheduler_steps
+        if wanted == 1 or self._limits.role is Role.PREFILL or any(self._table.queues[status] for status in HOST_IS_NEEDED):
+            return 1
+        running = list(self._table.queues[Status.RUNNING])
+        if not all(s.is_decoding and not s.request.by_grammar for s in running):
+            return 1
+        num_steps = min(wanted, max((s.num_wanted for s in running), default=1))
+        if num_steps <= 1:
+            return 1
+        pages = sum(max(0, self.pages_to_decode(s, num_steps) - len(s.holding.pages)) for s in running)
+        tokens = sum(s.num_known + s.num_in_flight + num_steps for s in running)
+        return num_steps if pages <= self._table.pages.num_free and tokens <= reads else 1
+
+    def _plan_decodes(self, draft: Draft) -> None:
         """One row for every running sequence that wants a token, in order, as far as budgets and pages go."""
         rows, page_size = draft.rows, self._limits.page_size
         ahead = draft.num_steps + self._limits.num_lookahead
@@ -85,7 +120,7 @@ class RowPlanner:
 
     # --- prompt chunks
 
-    def plan_chunks(self, draft: Draft) -> None:
+    def _plan_chunks(self, draft: Draft) -> None:
         """The next piece of every running sequence that is not decoding yet; of the first only when memory is scarce."""
         if len(draft.rows) == len(self._table.queues[Status.RUNNING]):
             return

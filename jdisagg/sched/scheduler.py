@@ -21,7 +21,6 @@ from jdisagg.sched.host_memory import HostMemory, RetractionCost
 from jdisagg.sched.intake import Limits, check_config
 from jdisagg.sched.pages import PageBook
 from jdisagg.sched.plan import PageTable, Plan, Sampled, StepResult
-from jdisagg.sched.planner import Planner
 from jdisagg.sched.rows import RowPlanner
 from jdisagg.sched.slots import Slots
 from jdisagg.sched.snapshot import snapshot
@@ -33,7 +32,7 @@ from jdisagg.sched.views import Preempted, Reserved
 
 
 class Scheduler:
-    """Composition of table, planner and committer behind the calls a role makes."""
+    """Composition of table, planners and committer behind the calls a role makes."""
 
     def __init__(
         self,
@@ -77,8 +76,7 @@ class Scheduler:
         reserve = None if role is Role.PREFILL else config.reserved_decode_tokens
         self._admission = Admission(self._table, reserve, max_model_len)
         self._rows = RowPlanner(self._table, config, self._limits)
-        starter = Starter(self._table, self._admission, self._rows, config, eos_token_ids)
-        self._planner = Planner(self._table, self._rows, starter, config, self._limits)
+        self._starter = Starter(self._table, self._admission, self._rows, config, eos_token_ids)
         self._committer = Committer(self._table, role, eos_token_ids)
         self._steps = StepsInFlight()
         self._arrivals = Arrivals(self._table, self._admission, self._committer, config, self._limits)
@@ -155,9 +153,16 @@ class Scheduler:
     # --- steps
 
     def schedule(self, now_s: float) -> Plan:
-        """Decide the next step. An empty plan is not dispatched and needs no commit."""
-        draft = self._planner.draft()
+        """Decide the next step: running sequences, then whoever can start, all in the order of (rank, arrival) and within one
+        token budget and one read budget. An empty plan is not dispatched and needs no commit."""
         table = self._table
+        table.preempted.clear()
+        donors = table.groups.donors(
+            table.queues[Status.FORKING]
+        )  # first: pages are copied before the step's chunks are computed
+        draft = self._rows.draft()
+        self._starter.start(draft, donors)
+        table.reads_left = draft.reads
         evicted, forgotten = table.slots.take_evictions(), table.host.take_forgotten()
         plan = draft.freeze(self._steps.next_id, evicted, self._limits.num_lookahead, forgotten)
         table.stats.prefill_tokens += sum(len(chunk.token_ids) for chunk in plan.prefill)
