@@ -15,13 +15,13 @@ from jdisagg.core.config import LayerLoop
 from jdisagg.engine import state as slots
 from jdisagg.engine.executables import Executable, Operand, executables
 from jdisagg.engine.functions import jit_functions
-from jdisagg.engine.model import DecoderModel
 from jdisagg.engine.ops import choose_ops
 from jdisagg.engine.sizing import EngineSizes
 from jdisagg.kv.group import KVGroup
 from jdisagg.kv.layout import KVLayout, choose_layout
 from jdisagg.models.abstract import abstract_params
 from jdisagg.models.declare import declarations
+from jdisagg.models.decoder import DecoderModel
 from jdisagg.models.spec import ModelSpec
 
 

@@ -13,12 +13,12 @@ from jdisagg.core.errors import ConfigError, NoMemory
 from jdisagg.core.requests import Role
 from jdisagg.engine.device import Device
 from jdisagg.engine.grammar_rows import Grammars
-from jdisagg.engine.model import DecoderModel
 from jdisagg.engine.ops import choose_ops
 from jdisagg.engine.page_sizes import check_page_size
 from jdisagg.engine.runner import ModelRunner
 from jdisagg.engine.sizing import DeviceMemory, EngineSizes, pages_for, size_engine
 from jdisagg.kv.layout import LANES, choose_layout
+from jdisagg.models.decoder import DecoderModel
 from jdisagg.models.load import LoadedModel
 
 log = logging.getLogger(__name__)

@@ -18,13 +18,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdisagg.engine import state as slots
 from jdisagg.engine.batches import ExactBatch, PrefillBatch
 from jdisagg.engine.functions import jit_functions
-from jdisagg.engine.model import DecoderModel
 from jdisagg.engine.sampler import Logprobs
 from jdisagg.engine.steps import PrefillOut, StepOut
 from jdisagg.kv.group import KVGroup
 from jdisagg.kv.layout import KVLayout
 from jdisagg.kv.pool import KVPool
-from jdisagg.models.decoder import Params
+from jdisagg.models.decoder import DecoderModel, Params
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,11 +19,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdisagg.engine import state as slots
 from jdisagg.engine.compile_options import step_options
-from jdisagg.engine.model import DecoderModel
 from jdisagg.engine.moves import scatter_tokens
 from jdisagg.engine.steps import StepFunctions
 from jdisagg.kv.group import KVGroup
 from jdisagg.kv.layout import KVLayout
+from jdisagg.models.decoder import DecoderModel
 
 
 def jit_functions(model: DecoderModel, layout: KVLayout, mesh: Mesh, *, hidden_rows: int) -> dict[str, Any]:

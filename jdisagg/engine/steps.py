@@ -16,11 +16,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jdisagg.engine.batches import ExactBatch, PrefillBatch
 from jdisagg.engine.buckets import EXACT_KEYS
-from jdisagg.engine.model import DecoderModel
 from jdisagg.engine.sampler import Logprobs, Sampling, sample, score, score_if
 from jdisagg.engine.state import DecodeState, record_tokens, take_rows
 from jdisagg.models.batch import TokenBatch
-from jdisagg.models.decoder import KV, Params
+from jdisagg.models.decoder import KV, DecoderModel, Params
 from pallas_kernels.rows import Rows, rows_of_tiles, rows_of_tokens
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,31 +21,46 @@ KV = tuple[KVGroup, ...]  # by cache group (length 1 today)
 Carry = tuple[KVGroup, jax.Array]  # the cache group and the residual stream
 
 
-def forward(
-    params: Params, spec: ModelSpec, kv: KV, batch: TokenBatch, ops: AttentionOps, *, layer_loop: LayerLoop
-) -> tuple[KV, jax.Array]:
-    """Write the KV of all tokens and return (kv, hidden [T, E] after the last norm).
+@dataclass(frozen=True, slots=True)
+class DecoderModel:
+    """The model as the steps see it: pure functions with everything but parameters, cache and batch bound."""
 
-    SCAN wants the layers stacked (`stacking.build_stacked`) and one window for all of them.
-    """
-    with jax.named_scope("embed"):
-        x = jnp.take(params["embed_tokens"]["embedding"], batch.token_ids, axis=0)
-    turn = angles(spec.rope, batch.positions)
-    group = kv[0]
-    if layer_loop is LayerLoop.SCAN:
-        window = spec.attention.windows[0]
+    spec: ModelSpec
+    ops: AttentionOps
+    layer_loop: LayerLoop  # SCAN wants the layers stacked (`stacking.build_stacked`) and one window for all of them
 
-        def body(carry: Carry, layer: tuple[Params, jax.Array]) -> tuple[Carry, None]:
-            return block(layer[0], carry[0], layer[1], carry[1], batch, spec=spec, ops=ops, turn=turn, window=window), None
+    def forward(self, params: Params, kv: KV, batch: TokenBatch) -> tuple[KV, jax.Array]:
+        """Write the KV of all tokens and return (kv, hidden [T, E] after the last norm)."""
+        spec, ops = self.spec, self.ops
+        with jax.named_scope("embed"):
+            x = jnp.take(params["embed_tokens"]["embedding"], batch.token_ids, axis=0)
+        turn = angles(spec.rope, batch.positions)
+        group = kv[0]
+        if self.layer_loop is LayerLoop.SCAN:
+            window = spec.attention.windows[0]
 
-        layers = (params["layers"], jnp.arange(spec.num_layers, dtype=jnp.int32))
-        (group, x), _ = lax.scan(body, (group, x), layers)
-    else:
-        for index, (layer, window) in enumerate(zip(params["layers"], spec.attention.windows, strict=True)):
-            with jax.named_scope(f"layer_{index}"):
-                group, x = block(layer, group, index, x, batch, spec=spec, ops=ops, turn=turn, window=window)
-    with jax.named_scope("norm"):
-        return (group,), rms_norm(params["norm"], x, spec.norm_eps)
+            def body(carry: Carry, layer: tuple[Params, jax.Array]) -> tuple[Carry, None]:
+                return block(layer[0], carry[0], layer[1], carry[1], batch, spec=spec, ops=ops, turn=turn, window=window), None
+
+            layers = (params["layers"], jnp.arange(spec.num_layers, dtype=jnp.int32))
+            (group, x), _ = lax.scan(body, (group, x), layers)
+        else:
+            for index, (layer, window) in enumerate(zip(params["layers"], spec.attention.windows, strict=True)):
+                with jax.named_scope(f"layer_{index}"):
+                    group, x = block(layer, group, index, x, batch, spec=spec, ops=ops, turn=turn, window=window)
+        with jax.named_scope("norm"):
+            return (group,), rms_norm(params["norm"], x, spec.norm_eps)
+
+    def abstract_hidden(self, params: Params, num_tokens: int) -> jax.ShapeDtypeStruct:
+        """What `forward` returns of T tokens, [T, E]."""
+        return jax.ShapeDtypeStruct((num_tokens, self.spec.embed), params["embed_tokens"]["embedding"].dtype)
+
+    def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
+        """f32[R, V] of hidden rows [R, E]."""
+        with jax.named_scope("logits"):
+            if self.spec.tied:
+                return dot(hidden, params["embed_tokens"]["embedding"], contract=1)
+            return dot(hidden, params["lm_head"]["kernel"])
 
 
 def block(
@@ -76,11 +92,3 @@ def block(
         x = x + linear(attn["o_proj"], seen.reshape(tokens, a.num_heads * a.head_dim))
     with jax.named_scope("mlp"):
         return kv, x + mlp(params["mlp"], rms_norm(params["post_attention_layernorm"], x, spec.norm_eps))
-
-
-def logits(params: Params, spec: ModelSpec, hidden: jax.Array) -> jax.Array:
-    """f32[B, V] of hidden rows [B, E]."""
-    with jax.named_scope("logits"):
-        if spec.tied:
-            return dot(hidden, params["embed_tokens"]["embedding"], contract=1)
-        return dot(hidden, params["lm_head"]["kernel"])

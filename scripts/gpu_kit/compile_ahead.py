@@ -14,9 +14,9 @@ from jdisagg.core.config import Config
 from jdisagg.core.requests import Role
 from jdisagg.engine.executables import MODEL_STEPS
 from jdisagg.engine.functions import jit_functions
-from jdisagg.engine.model import DecoderModel
 from jdisagg.engine.ops import choose_ops
 from jdisagg.engine.sizing import size_engine
+from jdisagg.models.decoder import DecoderModel
 from jdisagg.models.form import choose_dtypes, choose_layer_loop
 from jdisagg.models.resolve import read_model_config
 from jdisagg.models.sharding import make_mesh

@@ -24,11 +24,11 @@ from jdisagg.engine import state as slots
 from jdisagg.engine.batches import PrefillBatch
 from jdisagg.engine.buckets import PrefillBucket
 from jdisagg.engine.functions import jit_functions
-from jdisagg.engine.model import DecoderModel
 from jdisagg.engine.ops import choose_ops
 from jdisagg.engine.packing import pack_prefill
 from jdisagg.kv.layout import KVLayout, choose_layout
 from jdisagg.kv.pool import KVPool
+from jdisagg.models.decoder import DecoderModel
 from jdisagg.models.load import LoadedModel, load_model
 from jdisagg.models.sharding import make_mesh
 from jdisagg.sched.plan import PrefillChunk

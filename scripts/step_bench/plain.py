@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdisagg.engine.model import DecoderModel
 from jdisagg.kv.group import KVGroup
 from jdisagg.models.batch import TokenBatch
-from jdisagg.models.decoder import KV, Params, block
+from jdisagg.models.decoder import KV, DecoderModel, Params, block
 from jdisagg.models.layers import angles, rms_norm
 
 _HIDDEN = -1e30

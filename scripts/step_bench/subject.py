@@ -12,11 +12,11 @@ import numpy as np
 from jdisagg.core.config import LayerLoop
 from jdisagg.core.requests import SamplingParams
 from jdisagg.engine.device import Device, DeviceShape
-from jdisagg.engine.model import DecoderModel
 from jdisagg.engine.ops import choose_ops
 from jdisagg.engine.updates import pack_admissions
 from jdisagg.kv.layout import choose_layout
 from jdisagg.models.declare import build
+from jdisagg.models.decoder import DecoderModel
 from jdisagg.models.init import random_params
 from jdisagg.models.sharding import make_mesh
 from jdisagg.models.spec import ModelSpec

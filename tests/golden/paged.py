@@ -12,7 +12,7 @@ from jdisagg.engine.ops import RefOps
 from jdisagg.kv.layout import choose_layout
 from jdisagg.kv.pool import KVPool
 from jdisagg.models.batch import TokenBatch
-from jdisagg.models.decoder import forward, logits
+from jdisagg.models.decoder import DecoderModel
 from jdisagg.models.load import LoadedModel
 from pallas_kernels.rows import Rows
 
@@ -25,7 +25,7 @@ class PagedRun:
 
     def __init__(self, model: LoadedModel, mesh: Mesh) -> None:
         layout = choose_layout(model.spec.kv_spec(model.kv_dtype), mesh, PAGE_SIZE)
-        ops = RefOps(layout, mesh, block_tokens=16)
+        decoder = DecoderModel(model.spec, RefOps(layout, mesh, block_tokens=16), model.layer_loop)
         self._params = model.params
         self._pool = KVPool((layout,), mesh, NUM_PAGES)
         self._everywhere = NamedSharding(mesh, PartitionSpec())
@@ -33,8 +33,8 @@ class PagedRun:
         self.num_tokens = 0
 
         def step(params, kv, batch):
-            kv, hidden = forward(params, model.spec, kv, batch, ops, layer_loop=model.layer_loop)
-            return kv, logits(params, model.spec, hidden)
+            kv, hidden = decoder.forward(params, kv, batch)
+            return kv, decoder.logits(params, hidden)
 
         self.step = jax.jit(step, donate_argnums=1)
 

@@ -11,7 +11,6 @@ import pytest
 from jdisagg.core.requests import Role, SamplingParams
 from jdisagg.engine.compiles import CompileCounter
 from jdisagg.engine.functions import jit_functions
-from jdisagg.engine.model import DecoderModel
 from jdisagg.engine.ops import choose_ops
 from jdisagg.engine.packing import Packed, empty_exact, empty_prefill, empty_score
 from jdisagg.engine.results import Part
@@ -20,6 +19,7 @@ from jdisagg.engine.sampler import Sampling
 from jdisagg.engine.state import new_state
 from jdisagg.engine.steps import StepOut
 from jdisagg.engine.warmup import warm_up
+from jdisagg.models.decoder import DecoderModel
 from jdisagg.sched.plan import Plan
 from tests.unit.engine.support import GREEDY, VOCAB, Driver, admit, append, chunk_up, load, make, prompt_of, tokens
 

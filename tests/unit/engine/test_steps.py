@@ -14,10 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jdisagg.engine.batches import ExactBatch
 from jdisagg.engine.buckets import EXACT_ROWS
-from jdisagg.engine.model import DecoderModel
 from jdisagg.engine.state import DecodeState, new_state
 from jdisagg.engine.steps import StepFunctions
 from jdisagg.models.batch import TokenBatch
+from jdisagg.models.decoder import DecoderModel
 from jdisagg.models.sharding import make_mesh
 from pallas_kernels.blocks import blocks_by_rule
 from pallas_kernels.gpu_blocks import gpu_blocks_by_rule
