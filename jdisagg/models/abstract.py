@@ -12,17 +12,20 @@ from jdisagg.core.config import LayerLoop
 from jdisagg.models.declare import Declared, Path, build
 from jdisagg.models.sharding import param_sharding
 from jdisagg.models.spec import ModelSpec
-from jdisagg.models.stacking import stack_abstract_layers
+from jdisagg.models.stacking import over_layers
 
 
 def abstract_params(spec: ModelSpec, mesh: Mesh, dtype: str, layer_loop: LayerLoop) -> dict[str, Any]:
     """The dict of `declare.build`, layers stacked for SCAN, with `jax.ShapeDtypeStruct` leaves."""
 
-    def make(_: Path, declared: Declared) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(declared.shape, dtype, sharding=param_sharding(mesh, spec, declared))
+    def make(path: Path, declared: Declared) -> jax.ShapeDtypeStruct:
+        shape, sharding = declared.shape, param_sharding(mesh, spec, declared)
+        if layer_loop is LayerLoop.SCAN and path[0] == "layers":
+            shape, sharding = (spec.num_layers, *shape), over_layers(sharding)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     params = build(spec, make)
-    return stack_abstract_layers(params) if layer_loop is LayerLoop.SCAN else params
+    return {**params, "layers": params["layers"][0]} if layer_loop is LayerLoop.SCAN else params
 
 
 def bytes_per_device(tree: Any) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -44,7 +43,7 @@ class _Stack:
     """One parameter of all layers."""
 
     def __init__(self, num_layers: int, like: jax.Array) -> None:
-        sharding, shape = _over(like.sharding), (num_layers, *like.shape)
+        sharding, shape = over_layers(like.sharding), (num_layers, *like.shape)
         self._index = NamedSharding(sharding.mesh, PartitionSpec())
         self._write = jax.jit(_written, donate_argnums=0, out_shardings=sharding)
         self.whole = jax.jit(partial(jnp.zeros, shape, like.dtype), out_shardings=sharding)()
@@ -59,17 +58,6 @@ def _written(whole: jax.Array, part: jax.Array, layer: jax.Array) -> jax.Array:
     return lax.dynamic_update_index_in_dim(whole, part, layer, 0)
 
 
-def stack_abstract_layers(params: dict[str, Any]) -> dict[str, Any]:
-    """Parameters of `jax.ShapeDtypeStruct`s with shardings, as `build_stacked` would return them."""
-    layers = params["layers"]
-    columns = zip(*(jax.tree.leaves(layer) for layer in layers), strict=True)
-    return {**params, "layers": jax.tree.unflatten(jax.tree.structure(layers[0]), map(_stacked, columns))}
-
-
-def _stacked(leaves: Sequence[Any]) -> jax.ShapeDtypeStruct:
-    first = leaves[0]
-    return jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype, sharding=_over(first.sharding))
-
-
-def _over(sharding: Any) -> NamedSharding:
+def over_layers(sharding: Any) -> NamedSharding:
+    """Of a stack of arrays that lie as `sharding` says."""
     return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
