@@ -44,8 +44,7 @@ class Admission:
             return
         total, room = self._table.pages.pages_for(self.gate_tokens(sequence)), self._table.pages.num_unpromised
         if self._cost(sequence, (), total) > room >= self._cost(sequence, self.find_prefix(sequence), total):
-            self._table.host.drop(sequence.request_id)
-            sequence.wait.host_tokens = 0
+            self._table.host.drop(sequence)
 
     def share_memory(self, child: Sequence, donor: Sequence) -> bool:
         """Reserve pages for a choice beside the sibling whose prompt it has: its full pages are shared, up to the prompt's last

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jdisagg.sched.sequence import Sequence
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetractionCost:
@@ -19,38 +21,33 @@ class RetractionCost:
 
 
 class HostMemory:
-    """The ledger of host copies by request id; the bytes are the runner's."""
+    """How much KV is on the host, whose `WaitState.host_tokens` says; the bytes are the runner's."""
 
     def __init__(self, capacity_tokens: int, cost: RetractionCost) -> None:
         self.capacity_tokens = capacity_tokens
         self._cost = cost
-        self._tokens: dict[str, int] = {}
-        self._used = 0
+        self.used_tokens = 0
         self._forgotten: list[str] = []
 
-    @property
-    def used_tokens(self) -> int:
-        """Tokens whose KV is kept on the host."""
-        return self._used
-
-    def keep(self, request_id: str, num_tokens: int) -> bool:
+    def keep(self, sequence: Sequence, num_tokens: int) -> bool:
         """Set room aside for a copy; False when it is not worth it or does not fit, and nothing changes."""
-        if not 0 < num_tokens <= self.capacity_tokens - self._used or not self._cost.prefers_copy:
+        if not 0 < num_tokens <= self.capacity_tokens - self.used_tokens or not self._cost.prefers_copy:
             return False
-        assert request_id not in self._tokens, f"{request_id} has a host copy already"
-        self._tokens[request_id] = num_tokens
-        self._used += num_tokens
+        assert not sequence.wait.host_tokens, f"{sequence.request_id} has a host copy already"
+        sequence.wait.host_tokens = num_tokens
+        self.used_tokens += num_tokens
         return True
 
-    def restored(self, request_id: str) -> None:
+    def restored(self, sequence: Sequence) -> None:
         """The copy goes back to the device with the plan in the making, which removes it from the host."""
-        self._used -= self._tokens.pop(request_id)
+        self.used_tokens -= sequence.wait.host_tokens
+        sequence.wait.host_tokens = 0
 
-    def drop(self, request_id: str) -> None:
+    def drop(self, sequence: Sequence) -> None:
         """Nobody will ask for the copy, if there is one; the next plan says so."""
-        if request_id in self._tokens:
-            self.restored(request_id)
-            self._forgotten.append(request_id)
+        if sequence.wait.host_tokens:
+            self.restored(sequence)
+            self._forgotten.append(sequence.request_id)
 
     @property
     def has_forgotten(self) -> bool:

@@ -141,11 +141,10 @@ class Starter:
             self._table.move(sequence, Status.TRANSFER)
             self._table.reserved.append(sequence)
         elif sequence.wait.host_tokens:
-            request_id, num_tokens = sequence.request_id, sequence.wait.host_tokens
-            draft.restore.append(HostCopy(key=request_id, page_table=sequence.holding.page_table, num_tokens=num_tokens))
-            self._table.host.restored(request_id)
+            num_tokens, pages = sequence.wait.host_tokens, sequence.holding.page_table
+            draft.restore.append(HostCopy(key=sequence.request_id, page_table=pages, num_tokens=num_tokens))
+            self._table.host.restored(sequence)
             self._table.stats.restored_tokens += num_tokens
-            sequence.wait.host_tokens = 0
             self._decode_from_now_on(draft, sequence)
         else:
             self._occupy(draft, sequence, decodes=False)

@@ -73,7 +73,7 @@ class SequenceTable:
         """The one release path of finish, cancel, time-out and failure: pages and slot are free, late results are void."""
         sequence.epoch += 1
         self.pages.drop(sequence.holding)
-        self.host.drop(sequence.request_id)
+        self.host.drop(sequence)
         self.vacate(sequence)
         self.move(sequence, Status.FINISHED)
         if (heir := self.groups.remove(sequence)) is not None:
@@ -90,7 +90,6 @@ class SequenceTable:
         copy = self._copy_out(sequence)
         sequence.wait.was_preempted = True
         self._strip(sequence)
-        sequence.wait.host_tokens = copy.num_tokens if copy is not None else 0
         if copy is None and self.refetches_retracted:
             self.move(sequence, Status.PREALLOC)
             self._ask_anew(sequence)
@@ -183,7 +182,7 @@ class SequenceTable:
         num_tokens = sequence.num_computed
         if num_tokens != sequence.num_known - 1 or sequence.wants_prompt_logprobs:
             return None
-        if not self.host.keep(sequence.request_id, num_tokens):
+        if not self.host.keep(sequence, num_tokens):
             return None
         self.stats.offloaded_tokens += num_tokens
         num_pages = self.pages.pages_for(num_tokens)

@@ -9,6 +9,7 @@ import pytest
 from jdisagg.sched.states import Status
 from jdisagg.sched.table import SequenceTable
 from tests.unit.sched.engine_fake import FakeEngine, request
+from tests.unit.sched.test_sequence import sequence
 
 
 def _two_in_one_slot(table: SequenceTable) -> None:
@@ -24,7 +25,7 @@ def _slot_lost(table: SequenceTable) -> None:
 
 
 def _kept_for_nobody(table: SequenceTable) -> None:
-    assert table.host.keep("gone", 5)
+    assert table.host.keep(sequence(), 5)
 
 
 def _in_no_queue(table: SequenceTable) -> None:
