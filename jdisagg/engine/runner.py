@@ -1,6 +1,6 @@
 """`ModelRunner`: the device side of one engine. Plans go in, tokens come out, one step late if the caller likes.
 
-dispatch(plan): forget -> offload -> evict -> admit -> page appends -> restore -> page copies -> masks of grammars
+dispatch(plan): forget -> page copies -> offload -> evict -> admit -> page appends -> restore -> masks of grammars
                 -> prefill steps -> decode steps                                     nothing waits
 collect(handle): one read of what those steps sampled
 export_tokens / import_tokens: KV of a token range as a piece [L, T, K, F], which knows no pages
@@ -83,6 +83,7 @@ class ModelRunner:
         """Start one step without waiting for it; only KV on its way to the host or back may be waited for, see HostCopies."""
         for key in plan.forget:
             self._host.forget(key)
+        self._copy_pages(plan.copies)
         for copy in plan.offload:
             self._offload(copy)
         for slot in plan.evict:
@@ -92,7 +93,6 @@ class ModelRunner:
         for entries in updates.pack_appends(plan.pages, num_slots=self.device.shape.max_num_seqs):
             self.device.append_pages(entries)
         self._restore(plan.restore)
-        self._copy_pages(plan.copies)
         places = self._allow(plan)
         parts = self._exact(plan) if self.shape.exact else [*self._prefill(plan), *self._decode(plan)]
         for part in parts:

@@ -3,8 +3,9 @@
 All that is computed goes to the device by `runner.dispatch(plan)`; pieces of a hand-off come and go beside plans, in order with
 them (`export_tokens`, `import_tokens`). A Plan holds ints, floats and tuples only, so that it can be logged, replayed, and
 broadcast to the other processes of a multi-host worker. Slots are rows of the device-resident decode state,
-[0, max_num_seqs). Order inside a step: offload, evict, admit, page-table appends, restore, page copies, prefill chunks, decode
-rows (`num_steps` times). Everything before the chunks reads and writes KV as the steps dispatched before left it.
+[0, max_num_seqs). Order inside a step: page copies, offload, evict, admit, page-table appends, restore, prefill chunks, decode
+rows (`num_steps` times). Everything before the chunks reads and writes KV as the steps dispatched before left it. Pages are
+copied first, as whoever forks in a step may lose its pages in the same one, and what it has then goes to the host.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from jdisagg.core.config import SchedulerConfig
 from jdisagg.core.requests import Role
 from jdisagg.sched.intake import Limits
@@ -111,12 +109,8 @@ class RowPlanner:
 
     def _preempt(self, draft: Draft, victim: Sequence, wanted_by: Sequence) -> None:
         draft.undo(victim)
-        sources = draft.take_back_copies(victim.holding.pages)
         if (copy := self._table.preempt(victim, wanted_by)) is not None:
-            # What goes to the host is read before anything else of this step: a choice that forked in it has its copied page
-            # in its sibling's only.
-            pages = tuple(sources.get(page, page) for page in copy.page_table[0])
-            draft.offload.append(replace(copy, page_table=(pages,)))
+            draft.offload.append(copy)
 
     # --- prompt chunks
 

@@ -50,12 +50,6 @@ class Draft:
         self.reads += row.end
         self.appends = [append for append in self.appends if append.slot != slot]
 
-    def take_back_copies(self, pages: list[int]) -> dict[int, int]:
-        """Do not copy into `pages` after all. Returns target -> source: until then the sources have what these should get."""
-        sources = {copy.target: copy.source for copy in self.copies if copy.target in pages}
-        self.copies = [copy for copy in self.copies if copy.target not in sources]
-        return sources
-
     def freeze(self, step_id: int, evict: tuple[int, ...], num_lookahead: int, forget: tuple[str, ...]) -> Plan:
         """The plan as plain data."""
         return Plan(

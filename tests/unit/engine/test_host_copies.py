@@ -63,14 +63,26 @@ def test_copied_pages_hold_the_same_bytes(runner):
 def test_kv_survives_the_way_through_host_memory(runner, settles):
     before = computed(runner)
     out = HostCopy(key="a", page_table=(PAGES,), num_tokens=21)
-    handle = runner.dispatch(Plan(step_id=1, offload=(out,), copies=overwrite(PAGES)))
+    handle = runner.dispatch(Plan(step_id=1, offload=(out,)))
+    runner.dispatch(Plan(step_id=2, copies=overwrite(PAGES)))
     if settles:
         runner.collect(handle)
     assert not np.array_equal(kv(runner, PAGES), before)
     back = HostCopy(key="a", page_table=(ELSEWHERE,), num_tokens=21)
-    runner.collect(runner.dispatch(Plan(step_id=2, restore=(back,))))
+    runner.collect(runner.dispatch(Plan(step_id=3, restore=(back,))))
     np.testing.assert_array_equal(kv(runner, ELSEWHERE), before)
     assert len(runner._host) == 0
+
+
+def test_pages_are_copied_before_what_is_in_them_goes_to_the_host(runner):
+    """A choice that forks and loses its pages in one step."""
+    before, its_own, there = computed(runner), tuple(range(52, 58)), tuple(range(58, 64))
+    assert not np.array_equal(kv(runner, its_own), before)
+    copies = tuple(PageCopy(group=0, source=a, target=b) for a, b in zip(PAGES, its_own, strict=True))
+    out = HostCopy(key="a", page_table=(its_own,), num_tokens=21)
+    runner.collect(runner.dispatch(Plan(step_id=1, copies=copies, offload=(out,))))
+    runner.collect(runner.dispatch(Plan(step_id=2, restore=(HostCopy(key="a", page_table=(there,), num_tokens=21),))))
+    np.testing.assert_array_equal(kv(runner, there), before)
 
 
 @pytest.mark.parametrize("settles", [True, False], ids=["after it has settled", "at once"])

@@ -45,6 +45,8 @@ class FakeDevice:
         """One step; its result may be committed any time later."""
         for key in plan.forget:
             del self.host[key]
+        self.pages.copy(plan.copies)
+        self.num_copied_pages += len(plan.copies)
         for copy in plan.offload:
             self.host[copy.key] = self.pages.take(copy.page_table[0], copy.num_tokens)
         for slot in plan.evict:
@@ -59,8 +61,6 @@ class FakeDevice:
             assert len(kept) == copy.num_tokens, f"{len(kept)} tokens of {copy.key} are kept, {copy.num_tokens} restored"
             for cell in kept:
                 self.pages.write(copy.page_table[0], cell)
-        self.pages.copy(plan.copies)
-        self.num_copied_pages += len(plan.copies)
         sampled = self._compute(plan)
         self.num_forward_tokens += plan.num_tokens
         logprobs = {c.slot: self._scores(c) for c in plan.prefill if c.targets is not None}

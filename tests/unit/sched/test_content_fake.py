@@ -65,21 +65,21 @@ def test_a_read_of_anything_else_raises(plan: Plan, what: str) -> None:
         made.dispatch(plan)
 
 
-def test_host_copies_are_read_before_pages_are_copied_and_restored_before_that() -> None:
-    """The order of the real engine: offload, restore, page copies, rows."""
+def test_pages_are_copied_before_host_copies_are_read_and_those_restored_after_that() -> None:
+    """The order of the real engine: page copies, offload, restore, rows."""
     made = device()
     made.dispatch(
         Plan(
             step_id=1,
-            offload=(HostCopy(key="r0", page_table=((1, 2),), num_tokens=5),),
+            offload=(HostCopy(key="r0", page_table=((1, 5),), num_tokens=5),),
             evict=(0,),
             admit=(admit(0, (3, 4), (*PROMPT, 4), decodes=True),),
             restore=(HostCopy(key="r0", page_table=((3, 4),), num_tokens=5),),
-            copies=(PageCopy(group=0, source=4, target=2),),
+            copies=(PageCopy(group=0, source=2, target=5),),
             decode=(0,),
         )
     )
-    assert made.read((1, 2), 5) == list(PROMPT)
+    assert made.read((1, 5), 5) == list(PROMPT)
     assert made.read((3, 4), 6) == [*PROMPT, 4]
     assert made.host == {}
 

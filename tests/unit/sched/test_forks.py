@@ -102,7 +102,7 @@ def test_choices_that_wait_for_their_sibling_take_no_place_in_the_queue() -> Non
 @pytest.mark.parametrize("local_prefill", [True, False])
 def test_a_choice_that_loses_its_pages_in_the_step_it_got_them_keeps_its_siblings_kv(local_prefill: bool) -> None:
     """The prompt fills its pages and the pool has one more: the second choice gets it, for its copy of the last page, and the
-    first one takes it away, for its next token. What goes to host memory is what would have been copied."""
+    first one takes it away, for its next token. What goes to host memory is what was copied."""
     prompt = tuple(range(1, 13))
     engine = FakeEngine(Role.DECODE, num_pages=5, host_tokens=16, caching=False, local_prefill=local_prefill)
     engine.add(*choices(2, prompt, max_tokens=4), remote=True)
