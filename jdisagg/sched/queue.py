@@ -27,10 +27,6 @@ class SequenceQueue:
         """The sequence at a place in the order, None past the end."""
         return self._sequences[index] if index < len(self._sequences) else None
 
-    def before(self, other: Sequence) -> Iterator[Sequence]:
-        """Those whose turn comes before that of a sequence of any queue. The queue must not change meanwhile."""
-        return islice(self._sequences, bisect_left(self._orders, other.order))
-
     def num_before(self, order: tuple[float, int]) -> int:
         """How many have a turn before one of that order."""
         return bisect_left(self._orders, order)

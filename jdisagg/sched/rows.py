@@ -72,13 +72,16 @@ class RowPlanner:
             if begin + ahead <= len(sequence.holding.pages) * page_size or self.make_room(draft, sequence):
                 self.plan_decode(draft, sequence)
 
-    def make_room(self, draft: Draft, sequence: Sequence) -> bool:
-        """Get the page of the next position, from later sequences if need be. False when it had to give up its own."""
+    def make_room(self, draft: Draft, sequence: Sequence, *, preempts: bool = True) -> bool:
+        """Get the page of the next position, if need be, and if it `preempts`, from later sequences. False when there was none,
+        or it had to give up its own."""
         wanted = self.pages_to_decode(sequence, draft.num_steps)
         first = len(sequence.holding.pages)
         if wanted <= first:
             return True
         while (new := self._table.pages.grow(sequence.holding, wanted)) is None:
+            if not preempts:
+                return False
             victim = self._table.later_victim()
             assert victim is not None, "no page is free and nobody holds one"
             self._preempt(draft, victim, sequence)

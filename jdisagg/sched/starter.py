@@ -103,10 +103,8 @@ class Starter:
         if sequence.num_known > draft.reads:
             draft.reads = 0  # nobody passes it, or shorter ones would for ever
             return False
-        wanted = self._rows.pages_to_decode(sequence)
-        if self._table.queues[Status.RUNNING] and self._table.pages.grow(sequence.holding, wanted) is None:
-            return False  # those running will free pages
-        if not self._rows.make_room(draft, sequence):
+        nobody_frees_pages = not self._table.queues[Status.RUNNING]
+        if not self._rows.make_room(draft, sequence, preempts=nobody_frees_pages):
             return False
         self._decode_from_now_on(draft, sequence)
         return True

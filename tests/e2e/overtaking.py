@@ -155,7 +155,7 @@ class _Reader:
         """One that is first of all who need memory, and fits even after this step whatever it will get, fitted before."""
         life.num_slots_lost += len(seated)
         table = self._scheduler.table
-        others = (s for status in (*WITHOUT_MEMORY, Status.FORKING) for s in table.queues[status].before(sequence))
+        others = (s for status in (*WITHOUT_MEMORY, Status.FORKING) for s in table.queues[status] if s.order < sequence.order)
         needs = table.pages.pages_for(sequence.max_len)
         fits = needs <= table.pages.num_unpromised and not self._scheduler.preempted
         if seated and fits and next(others, None) is None:
