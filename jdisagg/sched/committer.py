@@ -5,12 +5,12 @@ from __future__ import annotations
 from math import isnan
 
 from jdisagg.core.errors import InvalidRequest, NumericalError, RequestError
-from jdisagg.core.requests import FinishReason, Output, Role, TokenLogprob
+from jdisagg.core.requests import FinishReason, Output, Role
 from jdisagg.sched.plan import Sampled, StepResult
 from jdisagg.sched.sequence import Sequence
 from jdisagg.sched.states import Status
 from jdisagg.sched.steps import Row
-from jdisagg.sched.stops import find_stop
+from jdisagg.sched.stops import Stop, find_stop
 from jdisagg.sched.table import SequenceTable
 
 
@@ -115,7 +115,7 @@ class Committer:
         tokens, sequence = sampled.token_ids, row.sequence
         num_wanted = min(row.num_samples, sequence.max_tokens - len(sequence.generated))  # 0: the prompt alone was wanted
         is_wanted = sampled.bad is not None and len(tokens) <= num_wanted
-        return is_wanted and not self._ends_within(sequence, tokens[:-1])
+        return is_wanted and self._up_to_end(sequence, tokens[:-1])[1] is None
 
     def _take_sampled(self, row: Row, sampled: Sampled, step_id: int) -> Output | None:
         sequence = row.sequence
@@ -131,8 +131,11 @@ class Committer:
             where = f"prompt token {index}, counted from 0"
             message = f"request {sequence.request_id}: infinity or NaN in the logits of {where}; other requests go on"
             return self.failure(sequence, NumericalError(message))
-        prompt_logprobs = self._prompt_logprobs(sequence)
-        tokens, finish, stop_token_id = self._append(sequence, sampled.token_ids[: row.num_samples])
+        # With the first token only; nothing predicts the first prompt token.
+        prompt_logprobs = (None, *sequence.told.prompt_logprobs) if sequence.wants_prompt_logprobs else None
+        tokens, stop = self._up_to_end(sequence, sampled.token_ids[: row.num_samples])
+        sequence.generated.extend(tokens)
+        finish, stop_token_id = stop or (None, None)
         self._table.pages.cache_full_pages(sequence)
         logprobs = sampled.logprobs[: len(tokens)] if sampled.logprobs is not None and tokens else None
         output = Output(
@@ -153,31 +156,16 @@ class Committer:
             self._table.end(sequence)
         return output
 
-    def _ends_within(self, sequence: Sequence, token_ids: tuple[int, ...]) -> bool:
-        """Whether one of these, its next tokens, is its last."""
+    def _up_to_end(self, sequence: Sequence, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], Stop | None]:
+        """Of these, its next tokens, those up to its last one, and why that is the last; what lies behind it is dropped."""
         sampling, num_generated = sequence.request.sampling, len(sequence.generated)
-        counted = enumerate(token_ids, start=num_generated + 1)
-        return any(find_stop(token_id, count, sampling, self._eos) is not None for count, token_id in counted)
-
-    def _append(
-        self, sequence: Sequence, token_ids: tuple[int, ...]
-    ) -> tuple[tuple[int, ...], FinishReason | None, int | None]:
-        """Append up to the first stop; what lies behind it is dropped."""
-        sampling = sequence.request.sampling
         if sampling.max_tokens == 0:  # only the prompt was wanted (its log-probabilities)
-            return (), FinishReason.LENGTH, None
+            return (), (FinishReason.LENGTH, None)
         for count, token_id in enumerate(token_ids, start=1):
-            sequence.generated.append(token_id)
-            stop = find_stop(token_id, len(sequence.generated), sampling, self._eos)
+            stop = find_stop(token_id, num_generated + count, sampling, self._eos)
             if stop is not None:
-                return token_ids[:count], *stop
-        return token_ids, None, None
-
-    def _prompt_logprobs(self, sequence: Sequence) -> tuple[TokenLogprob | None, ...] | None:
-        """With the first token only; nothing predicts the first prompt token."""
-        if not sequence.wants_prompt_logprobs:
-            return None
-        return (None, *sequence.told.prompt_logprobs)
+                return token_ids[:count], stop
+        return token_ids, None
 
 
 def _unscored(sequence: Sequence) -> int | None:

@@ -11,8 +11,6 @@ from jdisagg.sched.states import Status
 from jdisagg.sched.steps import Draft, Row
 from jdisagg.sched.table import SequenceTable
 
-HOST_IS_NEEDED = (Status.WAITING, Status.PREALLOC, Status.TRANSFER, Status.READY, Status.FORKING)
-
 
 class RowPlanner:
     """Adds rows to a draft. Running sequences that find no page take those of the last in order, themselves included.
@@ -43,10 +41,9 @@ class RowPlanner:
 
     def _num_steps(self, reads: float) -> int:
         """Decode steps of this dispatch: one unless nothing but decoding goes on and pages for all of them are free."""
-        wanted = self._config.num_scheduler_steps
-        if wanted == 1 or self._limits.role is Role.PREFILL or any(self._table.queues[status] for status in HOST_IS_NEEDED):
+        wanted, running = self._config.num_scheduler_steps, self._table.queues[Status.RUNNING]
+        if wanted == 1 or self._limits.role is Role.PREFILL or len(running) < len(self._table.live):
             return 1
-        running = list(self._table.queues[Status.RUNNING])
         if not all(s.is_decoding and not s.request.by_grammar for s in running):
             return 1
         num_steps = min(wanted, max((s.num_wanted for s in running), default=1))
