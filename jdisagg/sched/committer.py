@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import isnan
 
 from jdisagg.core.errors import InvalidRequest, NumericalError, RequestError
@@ -14,19 +15,19 @@ from jdisagg.sched.stops import Stop, find_stop
 from jdisagg.sched.table import SequenceTable
 
 
+@dataclass(frozen=True, slots=True)
 class Committer:
     """Moves sequences of its table as tokens come in."""
 
-    def __init__(self, table: SequenceTable, role: Role, eos_token_ids: tuple[int, ...]) -> None:
-        self._table = table
-        self._role = role
-        self._eos = eos_token_ids
+    table: SequenceTable
+    role: Role
+    eos_token_ids: tuple[int, ...]
 
     def commit(self, rows: dict[int, Row], result: StepResult) -> list[Output]:
         """Outputs of one step, in the order in which its rows were planned."""
         sampled = {s.slot: s for s in result.sampled}
         outputs: list[Output] = []
-        page_size = self._table.pages.page_size
+        page_size = self.table.pages.page_size
         for slot, row in rows.items():
             sequence = row.sequence
             if row.epoch != sequence.epoch:
@@ -37,7 +38,7 @@ class Committer:
                 sequence.told.prompt_logprobs.extend(result.prompt_logprobs[slot])
             if not row.num_samples:
                 if fills_page:
-                    self._table.pages.cache_full_pages(sequence)
+                    self.table.pages.cache_full_pages(sequence)
                 continue
             assert slot in sampled, f"step {result.step_id} has no token for slot {slot} ({sequence.request_id})"
             sequence.num_in_flight -= row.num_samples
@@ -60,7 +61,7 @@ class Committer:
             and new.logprobs is None
             and 0 < len(sequence.generated) < sequence.max_tokens - 1
             and new.token_ids[0] not in sequence.stop_ids
-            and self._role is not Role.PREFILL
+            and self.role is not Role.PREFILL
         )
 
     def take_first(self, sequence: Sequence, first: Output) -> Output:
@@ -75,8 +76,8 @@ class Committer:
         sequence.generated.extend(first.token_ids)
         output = self.output(sequence, first, first.token_ids)
         if first.finish is not None:
-            self._table.stats.served += 1
-            self._table.end(sequence)
+            self.table.stats.served += 1
+            self.table.end(sequence)
         return output
 
     def output(self, sequence: Sequence, like: Output, token_ids: tuple[int, ...]) -> Output:
@@ -98,8 +99,8 @@ class Committer:
         """End a sequence; its last output, None when that was sent before. One whose numbers went bad leaves no page to be
         found: with the fault in a cached page every later request of that prefix would fail, too."""
         if isinstance(error, NumericalError):
-            self._table.pages.distrust(sequence.holding)
-        self._table.end(sequence)
+            self.table.pages.distrust(sequence.holding)
+        self.table.end(sequence)
         if sequence.told.is_final:
             return None
         return Output(
@@ -136,7 +137,7 @@ class Committer:
         tokens, stop = self._up_to_end(sequence, sampled.token_ids[: row.num_samples])
         sequence.generated.extend(tokens)
         finish, stop_token_id = stop or (None, None)
-        self._table.pages.cache_full_pages(sequence)
+        self.table.pages.cache_full_pages(sequence)
         logprobs = sampled.logprobs[: len(tokens)] if sampled.logprobs is not None and tokens else None
         output = Output(
             request_id=sequence.request_id,
@@ -148,12 +149,12 @@ class Committer:
             stop_token_id=stop_token_id,
             cached_tokens=sequence.told.cached_tokens or 0,
         )
-        if self._role is Role.PREFILL:
+        if self.role is Role.PREFILL:
             sequence.told.is_final = finish is not None
-            self._table.vacate(sequence)
-            self._table.move(sequence, Status.PUBLISHING)
+            self.table.vacate(sequence)
+            self.table.move(sequence, Status.PUBLISHING)
         elif finish is not None:
-            self._table.end(sequence)
+            self.table.end(sequence)
         return output
 
     def _up_to_end(self, sequence: Sequence, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], Stop | None]:
@@ -162,7 +163,7 @@ class Committer:
         if sampling.max_tokens == 0:  # only the prompt was wanted (its log-probabilities)
             return (), (FinishReason.LENGTH, None)
         for count, token_id in enumerate(token_ids, start=1):
-            stop = find_stop(token_id, num_generated + count, sampling, self._eos)
+            stop = find_stop(token_id, num_generated + count, sampling, self.eos_token_ids)
             if stop is not None:
                 return token_ids[:count], stop
         return token_ids, None

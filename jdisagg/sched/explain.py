@@ -54,29 +54,20 @@ class Wait:
     about: str = ""
 
 
+@dataclass(frozen=True)
 class Explainer:
     """Reads one scheduler's tables, behind `plan`, the latest. What is the same for all that wait is looked up once."""
 
-    def __init__(
-        self,
-        table: SequenceTable,
-        admission: Admission,
-        rows: RowPlanner,
-        *,
-        config: SchedulerConfig,
-        limits: Limits,
-        plan: Plan,
-    ) -> None:
-        self._table = table
-        self._admission = admission
-        self._rows = rows
-        self._config = config
-        self._limits = limits
-        self._plan = plan
+    table: SequenceTable
+    admission: Admission
+    rows: RowPlanner
+    config: SchedulerConfig
+    limits: Limits
+    plan: Plan
 
     def why_not(self, request_id: str) -> Wait | None:
         """Why the plan has no work for it. None: it has, or nothing is left to plan, or the request is not live."""
-        sequence = self._table.live.get(request_id)
+        sequence = self.table.live.get(request_id)
         if sequence is None:
             return None
         match sequence.status:
@@ -111,38 +102,38 @@ class Explainer:
             first, wait = self._first_in_the_way
             if first.status is Status.FORKING or first.order < sequence.order:
                 return wait
-        return _unexplained(sequence, self._plan)
+        return _unexplained(sequence, self.plan)
 
     def _forking(self, sequence: Sequence) -> Wait:
         """A choice without memory: `Starter._fork`."""
         donor = self._donors.get(sequence.request_id)
-        if donor is None or donor.slot in {step.slot for step in (*self._plan.prefill, *self._plan.admit)}:
+        if donor is None or donor.slot in {step.slot for step in (*self.plan.prefill, *self.plan.admit)}:
             return Wait(Cause.SIBLING, "the prompt it shares with its siblings was not in memory yet")
         if (wait := self._preemption() or self._margin()) is not None:
             return wait
         if (short := self._shortage(sequence)) is not None:
             return Wait(Cause.MEMORY, short)
-        return _unexplained(sequence, self._plan)
+        return _unexplained(sequence, self.plan)
 
     def _margin(self) -> Wait | None:
-        if not self._rows.is_scarce or not self._table.someone_holds_memory:
+        if not self.rows.is_scarce or not self.table.someone_holds_memory:
             return None
-        free = counted(self._table.pages.num_free, "page")
-        return Wait(Cause.MARGIN, f"{free} free, below the safety margin of {self._config.safety_margin:.0%}")
+        free = counted(self.table.pages.num_free, "page")
+        return Wait(Cause.MARGIN, f"{free} free, below the safety margin of {self.config.safety_margin:.0%}")
 
     def _no_reads(self, sequence: Sequence) -> Wait | None:
-        if sequence.num_known + sequence.num_in_flight <= self._table.reads_left:
+        if sequence.num_known + sequence.num_in_flight <= self.table.reads_left:
             return None
-        limit = self._config.max_num_kv_read_tokens
-        return Wait(Cause.READS, f"read budget of {limit} spent, {max(0, int(self._table.reads_left))} tokens left")
+        limit = self.config.max_num_kv_read_tokens
+        return Wait(Cause.READS, f"read budget of {limit} spent, {max(0, int(self.table.reads_left))} tokens left")
 
     def _no_room_for_whole(self, sequence: Sequence) -> Wait | None:
         """Without chunked prefill."""
-        if self._config.enable_chunked_prefill or sequence.wait.host_tokens:
+        if self.config.enable_chunked_prefill or sequence.wait.host_tokens:
             return None
-        missing = sequence.target - len(self._admission.find_prefix(sequence)) * self._table.pages.page_size
-        left = self._config.max_num_batched_tokens - self._plan.num_tokens
-        if missing <= left and sequence.target > self._table.reads_left:
+        missing = sequence.target - len(self.admission.find_prefix(sequence)) * self.table.pages.page_size
+        left = self.config.max_num_batched_tokens - self.plan.num_tokens
+        if missing <= left and sequence.target > self.table.reads_left:
             return self._no_reads(sequence)
         if missing <= left:
             return None
@@ -152,58 +143,58 @@ class Explainer:
         """KV in place: `Starter._start_ready`."""
         if (wait := self._preemption() or self._no_room_in_step or self._no_reads(sequence)) is not None:
             return wait
-        for other in self._table.queues[Status.READY]:
+        for other in self.table.queues[Status.READY]:
             if other.order <= sequence.order and (missing := self._missing_to_decode(other)):
-                short = f"{counted(missing, 'page')} short for the next token ({self._table.pages.num_free} free)"
+                short = f"{counted(missing, 'page')} short for the next token ({self.table.pages.num_free} free)"
                 if other is sequence:
                     return Wait(Cause.MEMORY, short)
                 return Wait(Cause.ORDER, f"behind request {other.request_id}, {short}", other.request_id)
-        return _unexplained(sequence, self._plan)
+        return _unexplained(sequence, self.plan)
 
     def _running(self, sequence: Sequence) -> Wait | None:
         """In a slot."""
-        if sequence.slot in self._plan.decode or any(chunk.slot == sequence.slot for chunk in self._plan.prefill):
+        if sequence.slot in self.plan.decode or any(chunk.slot == sequence.slot for chunk in self.plan.prefill):
             return None
-        if sequence.is_decoding and (sequence.num_wanted <= 0 or self._limits.role is Role.PREFILL):
+        if sequence.is_decoding and (sequence.num_wanted <= 0 or self.limits.role is Role.PREFILL):
             return None
         if sequence.awaits_token:
             return Wait(Cause.TOKEN, "what its grammar allows next follows from the token of the step before")
         waits = self._no_budget() or self._no_reads(sequence)
-        return waits or (None if sequence.is_decoding else self._margin()) or _unexplained(sequence, self._plan)
+        return waits or (None if sequence.is_decoding else self._margin()) or _unexplained(sequence, self.plan)
 
     def _preemption(self) -> Wait | None:
-        if not self._table.preempted:
+        if not self.table.preempted:
             return None
-        first = self._table.preempted[0]
+        first = self.table.preempted[0]
         itself = first.wanted_by == first.request_id
         took = "set request {0} back, no page being free" if itself else "took the pages of request {0} for {1}"
-        text = f"step {self._plan.step_id} {took.format(first.request_id, first.wanted_by)}; such a step starts nobody"
+        text = f"step {self.plan.step_id} {took.format(first.request_id, first.wanted_by)}; such a step starts nobody"
         return Wait(Cause.PREEMPTION, text, first.request_id)
 
     @cached_property
     def _no_room_in_step(self) -> Wait | None:
-        slots = self._table.slots
+        slots = self.table.slots
         if slots.num_free == 0:
             return Wait(Cause.SLOT, f"no slot, all {slots.num_slots} taken")
         return self._no_budget()
 
     def _no_budget(self) -> Wait | None:
-        limit = self._config.max_num_batched_tokens
-        if self._plan.num_tokens < limit:
+        limit = self.config.max_num_batched_tokens
+        if self.plan.num_tokens < limit:
             return None
-        chunks = sorted(self._plan.prefill, key=lambda chunk: -len(chunk.token_ids))
+        chunks = sorted(self.plan.prefill, key=lambda chunk: -len(chunk.token_ids))
         named = [
             f"{counted(len(chunk.token_ids), 'prompt token')} of request {chunk.request_id}" for chunk in chunks[:_MAX_NAMED]
         ]
         if len(chunks) > _MAX_NAMED:
             named.append(f"{sum(len(chunk.token_ids) for chunk in chunks[_MAX_NAMED:])} of {len(chunks) - _MAX_NAMED} others")
-        if self._plan.decode:
-            named.append(f"{len(self._plan.decode)} decoding")
+        if self.plan.decode:
+            named.append(f"{len(self.plan.decode)} decoding")
         return Wait(Cause.BUDGET, f"token budget of {limit} spent by {' + '.join(named)}")
 
     def _shortage(self, sequence: Sequence) -> str | None:
         """How far the gate's need is from what is free."""
-        needs, pages = self._admission.needs(sequence), self._table.pages
+        needs, pages = self.admission.needs(sequence), self.table.pages
         short = needs - pages.num_unpromised
         if short <= 0:
             return None
@@ -214,7 +205,7 @@ class Explainer:
     def _first_in_the_way(self) -> tuple[Sequence, Wait] | None:
         """The first of those that could go and have to wait, and what is said to all whose turn comes after. Choices with a
         sibling to fork from come before all others."""
-        queues = self._table.queues
+        queues = self.table.queues
         forking = (s for s in queues[Status.FORKING] if s.request_id in self._donors)
         open_ones = [s for s in queues[Status.PREALLOC] if s.wait.is_open]
         for first in chain(forking, sorted([*open_ones, *queues[Status.WAITING]], key=lambda s: s.order)):
@@ -227,11 +218,11 @@ class Explainer:
 
     @cached_property
     def _donors(self) -> dict[str, Sequence]:
-        return self._table.groups.donors(self._table.queues[Status.FORKING])
+        return self.table.groups.donors(self.table.queues[Status.FORKING])
 
     def _missing_to_decode(self, sequence: Sequence) -> int:
-        wanted = self._rows.pages_to_decode(sequence) - len(sequence.holding.pages)
-        return max(0, wanted - self._table.pages.num_free)
+        wanted = self.rows.pages_to_decode(sequence) - len(sequence.holding.pages)
+        return max(0, wanted - self.table.pages.num_free)
 
 
 def _unexplained(sequence: Sequence, plan: Plan) -> Wait:

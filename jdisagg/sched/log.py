@@ -156,12 +156,9 @@ class LoggedScheduler(Scheduler):
 
     def _explainer(self) -> Explainer | None:
         """Of the latest plan, until the next call."""
-        plan = self.recorder.latest
-        return (
-            None
-            if plan is None
-            else Explainer(self._table, self._admission, self._rows, config=self._config, limits=self._limits, plan=plan)
-        )
+        if (plan := self.recorder.latest) is None:
+            return None
+        return Explainer(self._table, self._admission, self._rows, self._config, self._limits, plan)
 
     @property
     def table(self) -> SequenceTable:

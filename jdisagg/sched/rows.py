@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from jdisagg.core.config import SchedulerConfig
 from jdisagg.core.requests import Role
 from jdisagg.sched.intake import Limits
@@ -12,24 +14,24 @@ from jdisagg.sched.steps import Draft, Row
 from jdisagg.sched.table import SequenceTable
 
 
+@dataclass(frozen=True, slots=True)
 class RowPlanner:
     """Adds rows to a draft. Running sequences that find no page take those of the last in order, themselves included.
 
     There are no phases: a sequence is planned until its computed tokens have caught up with its known ones.
     """
 
-    def __init__(self, table: SequenceTable, config: SchedulerConfig, limits: Limits) -> None:
-        self._table = table
-        self._config = config
-        self._limits = limits
+    table: SequenceTable
+    config: SchedulerConfig
+    limits: Limits
 
     def draft(self) -> Draft:
         """The next step as far as those that run go: decodes before prompts, except with the policy prefill-first."""
-        reads = self._config.max_num_kv_read_tokens or float("inf")
-        draft = Draft(self._config.max_num_batched_tokens, reads, num_steps=self._num_steps(reads))
-        if self._limits.role is Role.PREFILL:
+        reads = self.config.max_num_kv_read_tokens or float("inf")
+        draft = Draft(self.config.max_num_batched_tokens, reads, num_steps=self._num_steps(reads))
+        if self.limits.role is Role.PREFILL:
             self._plan_chunks(draft)
-        elif self._config.scheduling_policy == "prefill-first":
+        elif self.config.scheduling_policy == "prefill-first":
             self._plan_chunks(draft)
             self._plan_decodes(draft)
         else:
@@ -41,8 +43,8 @@ class RowPlanner:
 
     def _num_steps(self, reads: float) -> int:
         """Decode steps of this dispatch: one unless nothing but decoding goes on and pages for all of them are free."""
-        wanted, running = self._config.num_scheduler_steps, self._table.queues[Status.RUNNING]
-        if wanted == 1 or self._limits.role is Role.PREFILL or len(running) < len(self._table.live):
+        wanted, running = self.config.num_scheduler_steps, self.table.queues[Status.RUNNING]
+        if wanted == 1 or self.limits.role is Role.PREFILL or len(running) < len(self.table.live):
             return 1
         if not all(s.is_decoding and not s.request.by_grammar for s in running):
             return 1
@@ -51,13 +53,13 @@ class RowPlanner:
             return 1
         pages = sum(max(0, self.pages_to_decode(s, num_steps) - len(s.holding.pages)) for s in running)
         tokens = sum(s.num_known + s.num_in_flight + num_steps for s in running)
-        return num_steps if pages <= self._table.pages.num_free and tokens <= reads else 1
+        return num_steps if pages <= self.table.pages.num_free and tokens <= reads else 1
 
     def _plan_decodes(self, draft: Draft) -> None:
         """One row for every running sequence that wants a token, in order, as far as budgets and pages go."""
-        rows, page_size = draft.rows, self._limits.page_size
-        ahead = draft.num_steps + self._limits.num_lookahead
-        for sequence in self._table.queues[Status.RUNNING]:
+        rows, page_size = draft.rows, self.limits.page_size
+        ahead = draft.num_steps + self.limits.num_lookahead
+        for sequence in self.table.queues[Status.RUNNING]:
             # One that lost its pages to an earlier one in this loop has everything to compute again: it may not decode.
             begin = sequence.num_scheduled
             if begin < sequence.target or sequence.num_wanted <= 0 or sequence.slot in rows:
@@ -76,10 +78,10 @@ class RowPlanner:
         first = len(sequence.holding.pages)
         if wanted <= first:
             return True
-        while (new := self._table.pages.grow(sequence.holding, wanted)) is None:
+        while (new := self.table.pages.grow(sequence.holding, wanted)) is None:
             if not preempts:
                 return False
-            victim = self._table.later_victim()
+            victim = self.table.later_victim()
             assert victim is not None, "no page is free and nobody holds one"
             self._preempt(draft, victim, sequence)
             if victim is sequence:
@@ -92,8 +94,8 @@ class RowPlanner:
     def pages_to_decode(self, sequence: Sequence, num_steps: int = 1) -> int:
         """Pages for the tokens fed in the next `num_steps` steps and the lookahead, never beyond the sequence's longest."""
         more = min(num_steps, max(1, sequence.num_wanted)) - 1
-        length = sequence.num_known + sequence.num_in_flight + more + self._limits.num_lookahead
-        return self._table.pages.pages_for(min(length, self._limits.max_model_len))
+        length = sequence.num_known + sequence.num_in_flight + more + self.limits.num_lookahead
+        return self.table.pages.pages_for(min(length, self.limits.max_model_len))
 
     def plan_decode(self, draft: Draft, sequence: Sequence) -> None:
         """A row for a sequence that has a slot and its pages."""
@@ -109,17 +111,17 @@ class RowPlanner:
 
     def _preempt(self, draft: Draft, victim: Sequence, wanted_by: Sequence) -> None:
         draft.undo(victim)
-        if (copy := self._table.preempt(victim, wanted_by)) is not None:
+        if (copy := self.table.preempt(victim, wanted_by)) is not None:
             draft.offload.append(copy)
 
     # --- prompt chunks
 
     def _plan_chunks(self, draft: Draft) -> None:
         """The next piece of every running sequence that is not decoding yet; of the first only when memory is scarce."""
-        if len(draft.rows) == len(self._table.queues[Status.RUNNING]):
+        if len(draft.rows) == len(self.table.queues[Status.RUNNING]):
             return
         scarce = self.is_scarce
-        for sequence in self._table.queues[Status.RUNNING]:
+        for sequence in self.table.queues[Status.RUNNING]:
             if sequence.is_decoding:
                 continue
             self.plan_chunk(draft, sequence)
@@ -131,17 +133,17 @@ class RowPlanner:
     @property
     def is_scarce(self) -> bool:
         """Less of the pool is free than the safety margin wants."""
-        margin = self._config.safety_margin
-        return margin > 0 and self._table.pages.num_free < margin * self._limits.num_usable_pages
+        margin = self.config.safety_margin
+        return margin > 0 and self.table.pages.num_free < margin * self.limits.num_usable_pages
 
     def chunk_length(self, draft: Draft, sequence: Sequence) -> int:
         """Tokens of its prompt that fit into what is left of this step; 0 = none."""
         begin = sequence.num_scheduled
         missing = sequence.target - begin
         room = min(draft.budget, max(0, draft.reads - begin))
-        if not self._config.enable_chunked_prefill:
+        if not self.config.enable_chunked_prefill:
             return missing if missing <= room else 0
-        return int(min(missing, room, self._config.long_prefill_token_threshold or missing))
+        return int(min(missing, room, self.config.long_prefill_token_threshold or missing))
 
     def plan_chunk(self, draft: Draft, sequence: Sequence) -> None:
         """The next piece of a prompt; nothing when a budget is spent."""

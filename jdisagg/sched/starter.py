@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from jdisagg.core.config import SchedulerConfig
 from jdisagg.sched.admission import Admission
 from jdisagg.sched.plan import Admit, HostCopy, PageCopy
@@ -12,27 +14,20 @@ from jdisagg.sched.steps import Draft
 from jdisagg.sched.table import SequenceTable
 
 
+@dataclass(frozen=True, slots=True)
 class Starter:
     """Gives slots and memory. Order is (rank, arrival) throughout."""
 
-    def __init__(
-        self,
-        table: SequenceTable,
-        admission: Admission,
-        rows: RowPlanner,
-        config: SchedulerConfig,
-        eos_token_ids: tuple[int, ...],
-    ) -> None:
-        self._table = table
-        self._admission = admission
-        self._rows = rows
-        self._config = config
-        self._eos = eos_token_ids
+    table: SequenceTable
+    admission: Admission
+    rows: RowPlanner
+    config: SchedulerConfig
+    eos_token_ids: tuple[int, ...]
 
     def start(self, draft: Draft, donors: dict[str, Sequence]) -> None:
         """Let in whoever can go; `donors`: whom those that wait to fork can fork from, by request id. After a preemption nobody
         new may take what was just freed."""
-        if self._table.preempted:
+        if self.table.preempted:
             return
         blocked: list[Sequence] = []
         if donors:
@@ -41,14 +36,14 @@ class Starter:
 
     def _fork(self, draft: Draft, donors: dict[str, Sequence], blocked: list[Sequence]) -> None:
         """Choices whose prompt is in memory take their share of it before anybody takes more; then they wait for a slot."""
-        table = self._table
+        table = self.table
         for child in table.queues[Status.FORKING]:
             if self._is_short:
                 return
             donor = donors.get(child.request_id)
             if donor is None:
                 continue
-            if not self._admission.share_memory(child, donor):
+            if not self.admission.share_memory(child, donor):
                 blocked.append(child)
                 continue
             table.move(child, Status.READY)
@@ -69,13 +64,13 @@ class Starter:
         `max_bypass` later ones go first, in its whole life, and none after it was preempted: then all behind it wait until it
         fits. When nothing but pins of waiting ones is in its way, anybody may pass, or nobody would ever free a page.
         """
-        queues = self._table.queues
+        queues = self.table.queues
         ready_may_go = new_may_go = True
         i = j = 0  # so many that wait to be computed, or to fetch, are passed over
         while True:
             can_compute = self._can_compute(draft)
             ready = queues[Status.READY].at(0) if ready_may_go and can_compute else None
-            new_may_go = new_may_go and not (self._table.preempted or self._is_short or self._is_closed_by(blocked))
+            new_may_go = new_may_go and not (self.table.preempted or self._is_short or self._is_closed_by(blocked))
             local, remote = (queues[Status.WAITING].at(i), queues[Status.PREALLOC].at(j)) if new_may_go else (None, None)
             if remote is not None and not remote.wait.is_open:
                 j += 1
@@ -86,10 +81,10 @@ class Starter:
                 continue
             if first is None or (remote is None and not can_compute):
                 return
-            self._admission.weigh_host_copy(first)
+            self.admission.weigh_host_copy(first)
             if first is local and can_compute and self._is_too_long(draft, first):
                 new_may_go = False
-            elif (first is remote or can_compute) and self._admission.take_memory(first):
+            elif (first is remote or can_compute) and self.admission.take_memory(first):
                 for passed in blocked:
                     passed.wait.num_bypassed += 1
                 self._start_new(draft, first)
@@ -103,8 +98,8 @@ class Starter:
         if sequence.num_known > draft.reads:
             draft.reads = 0  # nobody passes it, or shorter ones would for ever
             return False
-        nobody_frees_pages = not self._table.queues[Status.RUNNING]
-        if not self._rows.make_room(draft, sequence, preempts=nobody_frees_pages):
+        nobody_frees_pages = not self.table.queues[Status.RUNNING]
+        if not self.rows.make_room(draft, sequence, preempts=nobody_frees_pages):
             return False
         self._decode_from_now_on(draft, sequence)
         return True
@@ -112,13 +107,13 @@ class Starter:
     @property
     def _is_short(self) -> bool:
         """Below the safety margin nothing new starts while somebody goes on, one that started in this very step included."""
-        return self._rows.is_scarce and self._table.someone_holds_memory
+        return self.rows.is_scarce and self.table.someone_holds_memory
 
     def _is_closed_by(self, blocked: list[Sequence]) -> bool:
         """Nobody may pass those who lack memory any more, or there are more of them than are looked past."""
-        if not blocked or not self._table.someone_holds_memory:
+        if not blocked or not self.table.someone_holds_memory:
             return False
-        limit = self._config.max_bypass
+        limit = self.config.max_bypass
         return len(blocked) > limit or any(s.wait.was_preempted or s.wait.num_bypassed >= limit for s in blocked)
 
     def _is_too_long(self, draft: Draft, sequence: Sequence) -> bool:
@@ -126,43 +121,43 @@ class Starter:
         what it needs. It goes first in a later one."""
         if sequence.wait.host_tokens:
             return sequence.num_known > draft.reads
-        if self._config.enable_chunked_prefill:
+        if self.config.enable_chunked_prefill:
             return False
-        found = len(self._admission.find_prefix(sequence)) * self._table.pages.page_size
+        found = len(self.admission.find_prefix(sequence)) * self.table.pages.page_size
         return sequence.target - found > draft.budget or sequence.target > draft.reads
 
     def _can_compute(self, draft: Draft) -> bool:
-        return self._table.slots.num_free > 0 and draft.budget > 0 and draft.reads > 0
+        return self.table.slots.num_free > 0 and draft.budget > 0 and draft.reads > 0
 
     def _start_new(self, draft: Draft, sequence: Sequence) -> None:
         if sequence.status is Status.PREALLOC:
-            self._table.move(sequence, Status.TRANSFER)
-            self._table.reserved.append(sequence)
+            self.table.move(sequence, Status.TRANSFER)
+            self.table.reserved.append(sequence)
         elif sequence.wait.host_tokens:
             num_tokens, pages = sequence.wait.host_tokens, sequence.holding.page_table
             draft.restore.append(HostCopy(key=sequence.request_id, page_table=pages, num_tokens=num_tokens))
-            self._table.host.restored(sequence)
-            self._table.stats.restored_tokens += num_tokens
+            self.table.host.restored(sequence)
+            self.table.stats.restored_tokens += num_tokens
             self._decode_from_now_on(draft, sequence)
         else:
             self._occupy(draft, sequence, decodes=False)
-            self._rows.plan_chunk(draft, sequence)
+            self.rows.plan_chunk(draft, sequence)
 
     def _decode_from_now_on(self, draft: Draft, sequence: Sequence) -> None:
         self._occupy(draft, sequence, decodes=True)
-        self._rows.plan_decode(draft, sequence)
+        self.rows.plan_decode(draft, sequence)
 
     def _occupy(self, draft: Draft, sequence: Sequence, *, decodes: bool) -> None:
-        slot = sequence.slot = self._table.slots.take()
-        self._table.stats.served += 1
-        self._table.move(sequence, Status.RUNNING)
+        slot = sequence.slot = self.table.slots.take()
+        self.table.stats.served += 1
+        self.table.move(sequence, Status.RUNNING)
         draft.admit.append(
             Admit(
                 slot=slot,
                 request_id=sequence.request_id,
                 choice=sequence.request.choice,
                 sampling=sequence.request.sampling,
-                eos_token_ids=self._eos,
+                eos_token_ids=self.eos_token_ids,
                 page_table=sequence.holding.page_table,
                 prompt_token_ids=sequence.request.prompt_token_ids,
                 generated_token_ids=tuple(sequence.generated),
