@@ -157,9 +157,8 @@ class Scheduler:
         token budget and one read budget. An empty plan is not dispatched and needs no commit."""
         table = self._table
         table.preempted.clear()
-        donors = table.groups.donors(
-            table.queues[Status.FORKING]
-        )  # first: pages are copied before the step's chunks are computed
+        # Asked before the step is drafted: its pages are copied before its chunks are computed.
+        donors = table.groups.donors(table.queues[Status.FORKING])
         draft = self._rows.draft()
         self._starter.start(draft, donors)
         table.reads_left = draft.reads

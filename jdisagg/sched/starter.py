@@ -70,13 +70,19 @@ class Starter:
         while True:
             can_compute = self._can_compute(draft)
             ready = queues[Status.READY].at(0) if ready_may_go and can_compute else None
-            new_may_go = new_may_go and not (self.table.preempted or self._is_short or self._is_closed_by(blocked))
-            local, remote = (queues[Status.WAITING].at(i), queues[Status.PREALLOC].at(j)) if new_may_go else (None, None)
-            if remote is not None and not remote.wait.is_open:
+            new_may_go = new_may_go and not (self.table.preempted or self._is_short)
+            local = queues[Status.WAITING].at(i) if new_may_go else None
+            remote = queues[Status.PREALLOC].at(j) if new_may_go else None
+            while remote is not None and not remote.wait.is_open:
                 j += 1
-                continue
+                remote = queues[Status.PREALLOC].at(j)
             first = min((s for s in (local, remote) if s is not None), key=lambda s: s.order, default=None)
-            if ready is not None and not _is_local_and_before(first, (ready, *blocked)):
+            passed = [s for s in blocked if first is not None and s.order < first.order]
+            if self._is_closed_by(passed):
+                new_may_go = False
+                continue
+            is_next = first is not None and first is local and not passed
+            if ready is not None and not (is_next and first.order < ready.order):
                 ready_may_go = self._start_ready(draft, ready)
                 continue
             if first is None or (remote is None and not can_compute):
@@ -85,8 +91,8 @@ class Starter:
             if first is local and can_compute and self._is_too_long(draft, first):
                 new_may_go = False
             elif (first is remote or can_compute) and self.admission.take_memory(first):
-                for passed in blocked:
-                    passed.wait.num_bypassed += 1
+                for other in passed:
+                    other.wait.num_bypassed += 1
                 self._start_new(draft, first)
             else:
                 blocked.append(first)
@@ -164,9 +170,3 @@ class Starter:
                 decodes=decodes,
             )
         )
-
-
-def _is_local_and_before(sequence: Sequence | None, others: tuple[Sequence, ...]) -> bool:
-    if sequence is None or sequence.status is not Status.WAITING:
-        return False
-    return all(sequence.order < other.order for other in others)

@@ -282,3 +282,40 @@ def test_below_the_safety_margin_the_first_prompt_goes_on_alone() -> None:
     assert steps == [["a", "b"], ["a"], ["a"]]
     engine.run()
     assert engine.seen["b"].tokens == expected(LONG[2:14], 2)
+
+
+def _behind_choices_that_lack_memory(max_bypass: int, num_choices: int) -> FakeEngine:
+    """One slot of two is free. "local" wants it, came first and fits; the choices came later and do not; last came "ready",
+    whose KV is in place."""
+    engine = FakeEngine(
+        Role.DECODE,
+        max_num_seqs=2,
+        num_pages=11,
+        max_num_batched_tokens=16,
+        reserved_decode_tokens=12,
+        max_bypass=max_bypass,
+        caching=False,
+        delay=0,
+    )
+    engine.add(request("local", (7, 7), 1), remote=True, is_open=False)
+    engine.add(*(request(f"c/{i}", (1,) * 9, 12, fork_group="c") for i in range(1 + num_choices)))
+    engine.add(request("ready", (8, 8), 20), remote=True)
+    engine.tick()
+    (reserved,) = engine.scheduler.take_reserved()
+    arrive(engine, reserved, (8, 8))
+    engine.scheduler.compute_locally("local")
+    return engine
+
+
+@pytest.mark.parametrize(("max_bypass", "num_choices"), [(0, 1), (2, 3)])
+def test_later_ones_that_lack_memory_keep_nobody_out_who_came_before_them(max_bypass: int, num_choices: int) -> None:
+    engine = _behind_choices_that_lack_memory(max_bypass, num_choices)
+    assert started(engine) == ["local"]
+    engine.run()
+
+
+def test_who_goes_before_later_ones_does_not_pass_them() -> None:
+    engine = _behind_choices_that_lack_memory(2, 1)
+    engine.tick()
+    assert engine.scheduler.table.live["c/1"].wait.num_bypassed == 0
+    engine.run()
