@@ -81,8 +81,7 @@ class Starter:
             if self._is_closed_by(passed):
                 new_may_go = False
                 continue
-            is_next = first is not None and first is local and not passed
-            if ready is not None and not (is_next and first.order < ready.order):
+            if ready is not None and not _goes_before(first, ready, passed):
                 ready_may_go = self._start_ready(draft, ready)
                 continue
             if first is None or (remote is None and not can_compute):
@@ -170,3 +169,8 @@ class Starter:
                 decodes=decodes,
             )
         )
+
+
+def _goes_before(first: Sequence | None, ready: Sequence, passed: list[Sequence]) -> bool:
+    """Whether one that needs memory and a slot is to have the slot that `ready` could take."""
+    return first is not None and first.status is Status.WAITING and first.order < ready.order and not passed

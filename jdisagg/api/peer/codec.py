@@ -48,6 +48,7 @@ _EVENTS = {  # by the name of what they hold
     event.message_type.name: event.name
     for stream in (peer_pb2.PrefillRequest, peer_pb2.PrefillResponse)
     for event in stream.DESCRIPTOR.fields
+    if event.message_type is not None
 }
 
 
