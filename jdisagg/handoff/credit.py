@@ -28,8 +28,9 @@ def most_pieces_of(config: TransferConfig, bytes_per_token: int) -> int:
 
 
 def most_arriving_of(config: TransferConfig, bytes_per_token: int) -> int:
-    """The same of pieces that have arrived and wait for their engine, two or more, and one that comes."""
-    return max(2, most_pieces_of(config, bytes_per_token)) + 1
+    """The same of pieces that have arrived and wait for their engine, and one that comes. Four or more: over "jax" each may
+    take as much as two while it comes, and a peer from which none does must not keep those of another from coming."""
+    return max(4, most_pieces_of(config, bytes_per_token) + 1)
 
 
 @dataclass(slots=True)

@@ -26,13 +26,14 @@ class Room:
 
     def take(self, num_tokens: int, *, is_ahead: bool = False) -> Taken | None:
         """Room for a piece that takes `num_tokens`, padding included; None = there is too little just now. What needs more
-        than there ever is gets all. One that `is_ahead` of its turn leaves a third to others."""
+        than there ever is gets all. One that `is_ahead` of its turn leaves a half to others: what
+        comes from another peer, and is joined where it arrives, takes two chunks."""
         num_tokens = min(num_tokens, self._most_tokens)
         with self._lock:
             while self._given_back:
                 self._taken_tokens -= self._given_back.popleft()
             left_tokens = self._most_tokens - self._taken_tokens - num_tokens
-            if left_tokens < (self._most_tokens // 3 if is_ahead else 0):
+            if left_tokens < (self._most_tokens // 2 if is_ahead else 0):
                 return None
             self._taken_tokens += num_tokens
         return Taken(num_tokens, self._given_back)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Sequence
@@ -11,16 +12,21 @@ import jax
 import numpy as np
 import pytest
 
+from jdisagg.core.config import TransferConfig
+from jdisagg.handoff.credit import most_arriving_of
 from jdisagg.handoff.messages import ChunkReady, HandoffId
 from jdisagg.transfer import jax_server, lanes
 from jdisagg.transfer.base import PieceArrived, PieceFailed
+from jdisagg.transfer.cut import token_buckets
 from jdisagg.transfer.jax_backend import PULLS_AHEAD, jax_fetcher
 from jdisagg.transfer.jax_server import TransferServers
 from jdisagg.transfer.lanes import FetchJob, LaneFetcher
+from jdisagg.transfer.room import Room
 from jdisagg.transfer.target import PieceError
 from tests.unit.transfer.rig import CHUNK_TOKENS, HEADS, TARGET, H, Rig, joiner, piece, tokens, transfer_servers
 from tests.unit.waiting import until
 
+BUCKETS = token_buckets(CHUNK_TOKENS)
 GONE, SILENT = HandoffId("gone", 1), HandoffId("silent", 1)
 
 
@@ -68,7 +74,7 @@ def test_the_next_pieces_arrive_while_one_is_waited_for() -> None:
 
 def test_what_is_pulled_ahead_of_its_turn_leaves_room_to_other_peers() -> None:
     """It lies on the device from the begin of its pull on, and whoever sends the piece before it may be slow."""
-    rig = Rig("jax").start(most_tokens=3 * CHUNK_TOKENS)
+    rig = Rig("jax").start(most_tokens=4 * CHUNK_TOKENS)
     *slow, quick = (rig.published(f"k{index}", piece(tokens(CHUNK_TOKENS))) for index in range(PULLS_AHEAD + 2))
     rig.fetch(renamed(slow[0], "aba"), SILENT, within_s=120.0)
     for ready in slow[1:]:
@@ -80,6 +86,17 @@ def test_what_is_pulled_ahead_of_its_turn_leaves_room_to_other_peers() -> None:
     assert [job.begun is not None for job in jobs[1:]] == [True, False, False]
     rig.fetcher.cancel(SILENT)
     rig.close()
+
+
+@pytest.mark.parametrize("num_pieces", range(1, 20))
+def test_however_small_the_buffer_one_peer_never_takes_all_the_room_of_another_s_largest_piece(num_pieces: int) -> None:
+    """Two chunks: slabs, and what is made of them. From the first peer nothing may come, for as long as it is waited for."""
+    config = TransferConfig(transfer_chunk_tokens=CHUNK_TOKENS, transfer_buffer_bytes=num_pieces * CHUNK_TOKENS)
+    for tokens_of_each in itertools.product((CHUNK_TOKENS, *(CHUNK_TOKENS + bucket for bucket in BUCKETS)), repeat=2):
+        room = Room(most_arriving_of(config, bytes_per_token=1) * CHUNK_TOKENS)
+        first, following = tokens_of_each
+        taken = [room.take(first), *(room.take(following, is_ahead=True) for _ in range(PULLS_AHEAD))]
+        assert room.take(2 * CHUNK_TOKENS) is not None, (tokens_of_each, taken)
 
 
 def test_those_that_are_not_begun_yet_are_not_walked_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
