@@ -69,7 +69,8 @@ class ExportQueue:
         self._bytes_out: Counter[str] = Counter()
         self._free_tokens = most_pieces_of(config, bytes_per_token) * config.transfer_chunk_tokens  # on the device
         self._device_tokens: Counter[str] = Counter()  # taken there, by receiver
-        self._is_staying = False  # whether they stay there once they are published: as the last one did
+        self._is_staying = False  # whether they stay there once they are published: as the last one did ..
+        self._stays: dict[str, bool] = {}  # .. of a receiver that has some out: each may have a backend of its own
 
     @property
     def buffered_bytes(self) -> int:
@@ -128,7 +129,8 @@ class ExportQueue:
         if not receiver or self._num_out[receiver] < 2:
             return False
         has_device = self._device_tokens[receiver] + self._config.transfer_chunk_tokens > self._free_tokens
-        return (self._is_staying and has_device) or self._bytes_out[receiver] + num_bytes > free_bytes
+        stays = self._stays.get(receiver, self._is_staying)
+        return (stays and has_device) or self._bytes_out[receiver] + num_bytes > free_bytes
 
     def _take_device(self, receiver: str, num_tokens: int) -> None:
         """That many more, or less."""
@@ -137,7 +139,7 @@ class ExportQueue:
 
     def published(self, record: Source, piece: OutgoingPiece, *, stays_tokens: int) -> list[ExportAction]:
         """A piece of `record` can be fetched. Until it is discarded it takes no more than `stays_tokens` of the device."""
-        self._is_staying = stays_tokens > 0
+        self._is_staying = self._stays[record.receiver] = stays_tokens > 0
         self._take_device(record.receiver, stays_tokens - piece.device_tokens)
         piece.published, piece.device_tokens = True, stays_tokens
         return self.pump()
@@ -152,6 +154,7 @@ class ExportQueue:
         self._bytes_out[record.receiver] -= piece.num_bytes
         if not self._num_out[record.receiver]:
             del self._num_out[record.receiver], self._bytes_out[record.receiver], self._device_tokens[record.receiver]
+            self._stays.pop(record.receiver, None)
         return [Discard(key)]
 
     def withdraw(self, record: Source) -> None:

@@ -158,6 +158,16 @@ def test_who_takes_nothing_of_what_stays_on_the_device_leaves_room_there_for_oth
     assert (pieces.num_published - 1) * stays_tokens <= 8 * PIECE_TOKENS
 
 
+def test_what_leaves_the_device_for_one_receiver_does_not_let_another_fill_it_with_what_stays() -> None:
+    """They have unlike backends: one fetches from the device, the other from host memory."""
+    pieces = ShortPieces(stays_tokens=4)
+    assert pieces.opened("stands-still") == 4
+    pieces.stays_tokens = 0
+    assert pieces.opened("from-host-memory", num_tokens=3) == 3
+    pieces.stays_tokens = 4
+    assert pieces.opened("takes") >= 2
+
+
 def test_two_pieces_are_always_let_go_when_there_is_room_for_them() -> None:
     prefill = Prefill(num_pieces_of_room=2)
     prefill.opened("only", 0)
