@@ -134,6 +134,7 @@ class _Pulls:
         locator = Locator.of(ready, self._target)
         known = self._knows(locator, ready)
         if job.begun is None:
+            self._connection(job.peer, locator.address).open(job.deadline_s)  # may take its time, in which it needs no room
             job.begun = self._begin(job, locator, job.await_room(self._target.room, self._num_tokens(locator, ready)))
         connection, pull, taken = job.begun
         self._begin_behind(job, connection)

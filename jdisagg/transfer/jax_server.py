@@ -166,6 +166,18 @@ class TransferConnection:
         """Whether to begin a pull takes no time."""
         return self._connection is not None
 
+    def open(self, deadline_s: float) -> None:
+        """Connect, unless that was done: `begin` does it, too. Raises PieceError("connection" | "unreachable" | "timeout")."""
+        if self._connection is not None:
+            return
+        try:
+            self._reach(deadline_s)
+            self._server = self._start()
+            self._connection = self._server.connect(self._address)
+        except (RuntimeError, ValueError, OSError) as error:
+            self.drop()
+            raise PieceError("connection", str(error)) from error
+
     def begin(self, uuid: int, specs: Sequence[jax.ShapeDtypeStruct], deadline_s: float) -> Pull:
         """Ask for offered arrays. `specs` must be what was offered: nobody checks it for us.
 
@@ -173,11 +185,8 @@ class TransferConnection:
         """
         if uuid in self._pulled:
             raise PieceError("unknown_key", "it was pulled before, and an offer can be pulled once")
+        self.open(deadline_s)
         try:
-            if self._connection is None:
-                self._reach(deadline_s)
-                self._server = self._start()
-                self._connection = self._server.connect(self._address)
             self._pulled.append(uuid)
             if not self._begun:
                 self._came_s = monotonic()

@@ -94,7 +94,7 @@ class FetchJob:
             if self.cancelled:
                 raise PieceError("connection", "cancelled")
             if monotonic() >= self.deadline_s:
-                raise PieceError("timeout", "the deadline passed while those before it waited for their engine")
+                raise PieceError("timeout", "the deadline passed before there was room on the device")
             sleep(LOOK_S)
         self.waited_s = monotonic() - began_s
         return taken

@@ -5,17 +5,20 @@ from __future__ import annotations
 import queue
 import threading
 from dataclasses import replace
+from math import inf
 from time import monotonic, sleep
 
 import numpy as np
 import pytest
 
 from jdisagg.handoff.messages import HandoffId
+from jdisagg.transfer import jax_server
 from jdisagg.transfer.base import Piece, PieceArrived, PieceFailed, Published, TransferEvent
 from jdisagg.transfer.grpc_backend import PieceStore
 from jdisagg.transfer.host_backend import host_fetcher, host_publisher
 from jdisagg.transfer.lanes import FetchJob, LaneFetcher
 from jdisagg.transfer.room import Room
+from jdisagg.transfer.target import PieceError
 from tests.unit.transfer.lane_kit import READY
 from tests.unit.transfer.rig import CHUNK_TOKENS, TARGET, H, LocalSource, Rig, piece, tokens
 
@@ -87,6 +90,29 @@ def test_a_piece_that_did_not_come_leaves_its_room_to_others() -> None:
     assert isinstance(rig.failed(replace(bad, checksum=bad.checksum ^ 1)), PieceFailed)
     rig.arrived(good)
     rig.close()
+
+
+def test_a_peer_that_is_not_reached_keeps_no_room_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To find that nobody accepts a connection takes two seconds: after one a peer that waits for room counts as late."""
+    rig = Rig("jax").start(most_tokens=CHUNK_TOKENS)
+    silent, quick = (rig.published(key, piece(tokens(CHUNK_TOKENS))) for key in "ab")
+    reaching, given_up, reach = threading.Event(), threading.Event(), jax_server._try
+
+    def slow_try(address: str, deadline_s: float) -> None:
+        if address != quick.locator.partition(" ")[0]:
+            reaching.set()
+            given_up.wait(60.0)
+            raise PieceError("unreachable", address)
+        reach(address, deadline_s)
+
+    monkeypatch.setattr(jax_server, "_try", slow_try)
+    rig.fetcher.fetch(H, "nobody:1", replace(silent, locator=silent.locator.replace("127.0.0.1:", "127.0.0.2:")), inf)
+    assert reaching.wait(30.0)
+    rig.fetcher.fetch(H, rig.peer, quick, monotonic() + 5.0)
+    event = rig.event()
+    given_up.set()
+    rig.close()
+    assert isinstance(event, PieceArrived), event
 
 
 class Small:
