@@ -169,6 +169,8 @@ class _Pulls:
         another server. What fails here fails again when its turn has come."""
         wanted = (following for following in self.behind(job) if following.begun or not following.cancelled)
         for following in islice(wanted, PULLS_AHEAD):
+            if following.begun and following.cancelled:
+                connection.forget(following.begun[1])
             if following.begun is None and connection.is_open:
                 with suppress(PieceError):
                     if following.num_tokens is None:

@@ -255,6 +255,10 @@ class TransferConnection:
             sleep(nap_s)
             nap_s = min(1.5 * nap_s, _LONGEST_NAP_S)
 
+    def forget(self, pull: Pull) -> None:
+        """Nobody wants it any more: for its sake the connection need not stay. Idempotent."""
+        self._begun.discard(pull)
+
     def _others_wait(self, pull: Pull) -> bool:
         return any(other is not pull and not other.is_through for other in list(self._begun))
 

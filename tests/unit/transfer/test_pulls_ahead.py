@@ -141,6 +141,23 @@ def test_what_was_cancelled_takes_nobodys_place_on_the_way() -> None:
     rig.close()
 
 
+def test_pulls_of_a_hand_off_that_has_ended_all_end_though_nothing_comes() -> None:
+    """What comes of them would lie on the device, where they have given back their room."""
+    rig = Rig("jax").start()
+    (ready,) = published(rig, 1)
+    for serial in range(PULLS_AHEAD + 1):
+        rig.fetch(renamed(ready, f"af{serial}"), SILENT, within_s=120.0)
+    jobs = queued(rig)
+    until(lambda: all(job.begun for job in jobs))
+    connection, _, _ = jobs[0].begun
+    rig.fetcher.cancel(SILENT)
+    ends_s = time.monotonic() + lanes.IDLE_S / 2
+    while connection.is_open and time.monotonic() < ends_s:
+        time.sleep(0.01)
+    assert not connection.is_open
+    rig.close()
+
+
 def test_one_whose_time_is_up_before_its_turn_is_told_to_have_been_on_its_way() -> None:
     rig = Rig("jax").start()
     readies = published(rig, 2)
