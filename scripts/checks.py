@@ -1,8 +1,9 @@
 """Runs every check and prints one report: format, lint, types, layers, generated code, protos, metrics, then the tests.
 
 Usage: checks.py [--quick] [pytest arguments]. Everything runs even when something fails. Tests run in as many processes as keep
-two cores busy, file by file: four where they mostly wait, two where they compute, or start servers and judge no time; the
-others run one after the other. promtool, which no Python package brings, runs when it is installed; what it would check is
+two cores busy, file by file: four where they mostly wait, two where they start servers and judge no time; the others run one
+after the other. Those that only compute run beside all of these, in two processes, and get what the cores have left over (on
+Linux: elsewhere they run before). promtool, which no Python package brings, runs when it is installed; what it would check is
 listed as SKIPPED otherwise. The last line counts checks and tests together, in pytest's words; the exit status is 0 when
 nothing failed.
 """
@@ -17,21 +18,29 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 CODE = ("jdisagg", "pallas_kernels", "scripts", "tests")
 METRICS_TEXT = "import sys; from jdisagg.core.metrics import Metrics; sys.stdout.write(Metrics().text())"
-WAITING = tuple(f"tests/unit/{part}" for part in ("api_edge", "wire", "router", "serve", "roles", "batch", "gpu_check"))
+WAITING = tuple(
+    f"tests/unit/{part}"
+    for part in ("api_edge", "wire", "router", "serve", "roles", "batch", "gpu_check", "transfer", "chaos", "core")
+)
 UNHURRIED = ("tests/e2e/unhurried", "tests/e2e/in_process")  # servers, and nothing that judges their time
 CACHE = "JAX_COMPILATION_CACHE_DIR"
 CHECK_TIMEOUT_S = 300
 TESTS_TIMEOUT_S = 3600  # of one pytest
 CLEAN_UP_S = 60
 NOTHING_SELECTED = 5  # pytest's exit status
+IDLE: int | None = getattr(os, "SCHED_IDLE", None)  # what has it makes way at once for whatever has not: Linux
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,9 +66,9 @@ class Part:
         return [*self.paths, *(f"--ignore={path}" for path in self.ignored), *spread]
 
 
-QUICK = (Part(WAITING, 4), Part(("tests/unit", "tests/compat"), 2, WAITING))
-COMPUTING = Part(("tests/unit", "tests/compat", "tests/kernels", "tests/golden"), 2, WAITING)
-ALL = (Part(WAITING, 4), COMPUTING, Part(UNHURRIED, 2), Part(("tests/e2e",), ignored=UNHURRIED))
+QUICK, QUICK_COMPUTING = (Part(WAITING, 4),), Part(("tests/unit", "tests/compat"), 2, WAITING)
+ALL = (*QUICK, Part(UNHURRIED, 2), Part(("tests/e2e",), ignored=UNHURRIED))
+COMPUTING = Part((*QUICK_COMPUTING.paths, "tests/kernels", "tests/golden"), 2, WAITING)
 
 
 @dataclass
@@ -69,6 +78,12 @@ class Tally:
     passed: int = 0
     failed: int = 0
     skipped: int = 0
+
+    def add(self, other: Tally) -> None:
+        """Count what another one has counted."""
+        self.passed += other.passed
+        self.failed += other.failed
+        self.skipped += other.skipped
 
     def all(self) -> int:
         """Everything so far."""
@@ -133,14 +148,33 @@ def run_check(check: Check, tally: Tally, skipped: list[str]) -> None:
         print(output, flush=True)
 
 
-def run_tests(part: Part, options: list[str], tally: Tally) -> None:
-    """Run pytest on it and add its counts. Options that select nothing there are no failure."""
+def run_tests(part: Part, options: list[str], tally: Tally, output: IO[str] | None = None) -> None:
+    """Run pytest on it and add its counts. Options that select nothing there are no failure. With `output` it writes there, and
+    takes only time that nobody else wants."""
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
         command = [str(BIN / "pytest"), *part.arguments(), "-q", "--durations=15", f"--junit-xml={report}", *options]
-        with subprocess.Popen(command) as pytest:
+        with subprocess.Popen(command, stdout=output, stderr=output) as pytest:
+            if output is not None and IDLE is not None:
+                os.sched_setscheduler(pytest.pid, IDLE, os.sched_param(0))
             status = _wait(pytest, time.monotonic() + TESTS_TIMEOUT_S)
         _count(report, status, tally)
+
+
+@contextmanager
+def beside(part: Part, options: list[str], tally: Tally) -> Iterator[None]:
+    """Run its tests while the block runs, and until they have ended; then show and count them."""
+    counted = Tally()
+    with tempfile.TemporaryFile("w+") as output:
+        with ThreadPoolExecutor(1) as pool:
+            tests = pool.submit(run_tests, part, options, counted, output)
+            if IDLE is None:
+                tests.result()
+            yield
+        tests.result()
+        output.seek(0)
+        print(output.read(), flush=True)
+    tally.add(counted)
 
 
 def _count(report: Path, status: int, tally: Tally) -> None:
@@ -177,18 +211,19 @@ def main() -> int:
     os.chdir(ROOT)
     os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ['PATH']}"
     began_s = time.monotonic()
-    tally, skipped = Tally(), []
-    with tempfile.TemporaryDirectory() as directory:
-        for check in checks(Path(directory)):
-            run_check(check, tally, skipped)
-    counted = tally.all()
-    with tempfile.TemporaryDirectory(prefix="jdisagg-xla-") as cache:
+    parts, computing = (QUICK, QUICK_COMPUTING) if options.quick else (ALL, COMPUTING)
+    tally, skipped, tests = Tally(), [], Tally()
+    with tempfile.TemporaryDirectory(prefix="jdisagg-xla-") as cache, tempfile.TemporaryDirectory() as generated:
         os.environ.setdefault(CACHE, cache)  # for all of them
-        for part in QUICK if options.quick else ALL:
-            run_tests(part, extra, tally)
-    if tally.all() == counted:
+        with beside(computing, extra, tests):
+            for check in checks(Path(generated)):
+                run_check(check, tally, skipped)
+            for part in parts:
+                run_tests(part, extra, tests)
+    if not tests.all():
         print(f"FAILED  no test matches {' '.join(extra)}", flush=True)
-        tally.failed += 1
+        tests.failed += 1
+    tally.add(tests)
     for line in skipped:
         print(f"SKIPPED  {line}")
     print(tally.line(time.monotonic() - began_s))

@@ -165,7 +165,7 @@ def test_a_killed_conversion_leaves_nothing_that_loads(tmp_path: Path, model_dir
     subprocess.run([sys.executable, "-c", script, str(model_directory)], check=True, timeout=100)
     output = tmp_path / "out"
     command = [sys.executable, "-m", "jdisagg.convert", "--model", str(model_directory), "--output", str(output)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, process_group=0) as process:
         deadline_s = time.monotonic() + 70
         while not list(tmp_path.glob(".out.partial-*/orbax*")) and time.monotonic() < deadline_s:
             time.sleep(0.002)
