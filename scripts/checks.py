@@ -1,7 +1,7 @@
 """Runs every check and prints one report: format, lint, types, layers, generated code, protos, metrics, then the tests.
 
 Usage: checks.py [--quick] [pytest arguments]. Everything runs even when something fails. Tests run in as many processes as keep
-two cores busy, file by file: four where they mostly wait, two where they start servers and judge no time; the others run one
+two cores busy, file by file: six where they mostly wait, two where they start servers and judge no time; the others run one
 after the other. Those that only compute run beside all of these, in two processes, and get what the cores have left over (on
 Linux: elsewhere they run before). promtool, which no Python package brings, runs when it is installed; what it would check is
 listed as SKIPPED otherwise. The last line counts checks and tests together, in pytest's words; the exit status is 0 when
@@ -30,9 +30,9 @@ ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 CODE = ("jdisagg", "pallas_kernels", "scripts", "tests")
 METRICS_TEXT = "import sys; from jdisagg.core.metrics import Metrics; sys.stdout.write(Metrics().text())"
-WAITING = tuple(
+WAITING = tuple(  # those with the longest tests first: no process shall begin one when the others have ended
     f"tests/unit/{part}"
-    for part in ("api_edge", "wire", "router", "serve", "roles", "batch", "gpu_check", "transfer", "chaos", "core")
+    for part in ("gpu_check", "transfer", "batch", "serve", "router", "wire", "api_edge", "roles", "chaos", "core")
 )
 UNHURRIED = ("tests/e2e/unhurried", "tests/e2e/in_process")  # servers, and nothing that judges their time
 CACHE = "JAX_COMPILATION_CACHE_DIR"
@@ -62,13 +62,14 @@ class Part:
 
     def arguments(self) -> list[str]:
         """pytest's."""
-        spread = [f"--numprocesses={self.num_processes}", "--dist=loadfile"] if self.num_processes > 1 else []
+        in_order = (f"--numprocesses={self.num_processes}", "--dist=loadfile", "--no-loadscope-reorder")
+        spread = in_order if self.num_processes > 1 else ()
         return [*self.paths, *(f"--ignore={path}" for path in self.ignored), *spread]
 
 
-QUICK, QUICK_COMPUTING = (Part(WAITING, 4),), Part(("tests/unit", "tests/compat"), 2, WAITING)
+QUICK, QUICK_COMPUTING = (Part(WAITING, 6),), Part(("tests/compat", "tests/unit"), 2, WAITING)
 ALL = (*QUICK, Part(UNHURRIED, 2), Part(("tests/e2e",), ignored=UNHURRIED))
-COMPUTING = Part((*QUICK_COMPUTING.paths, "tests/kernels", "tests/golden"), 2, WAITING)
+COMPUTING = Part(("tests/kernels", "tests/golden", *QUICK_COMPUTING.paths), 2, WAITING)
 
 
 @dataclass
@@ -177,6 +178,14 @@ def beside(part: Part, options: list[str], tally: Tally) -> Iterator[None]:
     tally.add(counted)
 
 
+def keep_compiled(directory: Path) -> None:
+    """What one process compiles, the others find: programs of jax and bytecode, which hundreds of them would make anew where
+    it is not written beside the sources."""
+    os.environ.setdefault(CACHE, str(directory / "xla"))
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+        os.environ["PYTHONPYCACHEPREFIX"] = str(directory / "bytecode")
+
+
 def _count(report: Path, status: int, tally: Tally) -> None:
     """Add a report's counts; a run that broke off counts as a failure."""
     failed = 0
@@ -213,10 +222,12 @@ def main() -> int:
     began_s = time.monotonic()
     parts, computing = (QUICK, QUICK_COMPUTING) if options.quick else (ALL, COMPUTING)
     tally, skipped, tests = Tally(), [], Tally()
-    with tempfile.TemporaryDirectory(prefix="jdisagg-xla-") as cache, tempfile.TemporaryDirectory() as generated:
-        os.environ.setdefault(CACHE, cache)  # for all of them
+    with tempfile.TemporaryDirectory(prefix="jdisagg-checks-") as directory:
+        keep_compiled(Path(directory))
+        generated = Path(directory) / "generated"
+        generated.mkdir()
         with beside(computing, extra, tests):
-            for check in checks(Path(generated)):
+            for check in checks(generated):
                 run_check(check, tally, skipped)
             for part in parts:
                 run_tests(part, extra, tests)
