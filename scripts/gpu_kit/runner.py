@@ -159,9 +159,7 @@ def _run(command: list[str], log: Path, limit_s: float) -> int | None:
     paths = [str(ROOT), str(ROOT / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**with_our_pid(os.environ), "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
-        )
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, process_group=0)
         try:
             return process.wait(limit_s)
         except subprocess.TimeoutExpired:

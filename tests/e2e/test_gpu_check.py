@@ -27,7 +27,7 @@ def run_check(out: Path, *flags: str, limit_s: float = LIMIT_S, **env: str) -> t
     command = [sys.executable, "scripts/gpu_check.py", "--out", str(out), *flags]
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
     ) as process:
         try:
             output, _ = process.communicate(timeout=limit_s)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from time import monotonic
 
 import grpc
@@ -38,26 +38,31 @@ def shortage(of: Callable[[threading.Thread], bool]) -> Iterator[None]:
         yield
 
 
+@asynccontextmanager
+async def reader() -> AsyncIterator[tuple[GrpcByteSource, str, Callable[[], bytes]]]:
+    """A source, the address of a P, and what reads a piece from there; in the end it closes at once."""
+    p, source = Prefill(identity()), GrpcByteSource()
+    p.pieces["k"] = b"bytes"
+    address = await p.start()
+    yield source, address, lambda: read_whole(source, address, "k", monotonic() + LONG_S)
+    async with asyncio.timeout(LONG_S / 4):
+        await asyncio.to_thread(source.close)
+    await p.server.stop(0)
+
+
 def test_a_channel_whose_call_got_no_thread_is_not_used_again_and_holds_up_nobody() -> None:
     """gRPC counts on the thread that it could not start: the channel's later calls, its close and its end would wait for it,
     whatever their deadline."""
 
     async def body() -> None:
-        p, source = Prefill(identity()), GrpcByteSource()
-        p.pieces["k"] = b"bytes"
-        address = await p.start()
-
-        def read() -> bytes:
-            return read_whole(source, address, "k", monotonic() + LONG_S)
-
-        assert await asyncio.to_thread(read) == b"bytes"
-        with shortage(lambda thread: not thread.name.startswith("asyncio")), pytest.raises(ConnectionError, match=NO_THREAD):
-            await asyncio.to_thread(read)
-        async with asyncio.timeout(LONG_S / 4):
+        async with reader() as (source, address, read):
             assert await asyncio.to_thread(read) == b"bytes"
-            await asyncio.to_thread(source.drop, address)
-            await asyncio.to_thread(source.close)
-        await p.server.stop(0)
+            starved = shortage(lambda thread: not thread.name.startswith("asyncio"))
+            with starved, pytest.raises(ConnectionError, match=NO_THREAD):
+                await asyncio.to_thread(read)
+            async with asyncio.timeout(LONG_S / 4):
+                assert await asyncio.to_thread(read) == b"bytes"
+                await asyncio.to_thread(source.drop, address)
 
     run_quiet(body())
 
@@ -73,23 +78,15 @@ def test_however_many_reads_find_no_thread_one_channel_is_lost_for_that(monkeypa
     monkeypatch.setattr(BlockingChannels, "abandon", noted)
 
     async def body() -> None:
-        p, source = Prefill(identity()), GrpcByteSource()
-        p.pieces["k"] = b"bytes"
-        address = await p.start()
-
-        def read() -> bytes:
-            return read_whole(source, address, "k", monotonic() + LONG_S)
-
-        for num_lost in (1, 2):
+        async with reader() as (_, _, read):
+            for num_lost in (1, 2):
+                assert await asyncio.to_thread(read) == b"bytes"
+                with shortage(lambda thread: not thread.name.startswith("asyncio")):
+                    for _ in range(5):
+                        with pytest.raises(ConnectionError, match=NO_THREAD):
+                            await asyncio.to_thread(read)
+                assert len(lost) == num_lost, "a shortage each"
             assert await asyncio.to_thread(read) == b"bytes"
-            with shortage(lambda thread: not thread.name.startswith("asyncio")):
-                for _ in range(5):
-                    with pytest.raises(ConnectionError, match=NO_THREAD):
-                        await asyncio.to_thread(read)
-            assert len(lost) == num_lost, "a shortage each"
-        assert await asyncio.to_thread(read) == b"bytes"
-        await asyncio.to_thread(source.close)
-        await p.server.stop(0)
 
     run_quiet(body())
 
