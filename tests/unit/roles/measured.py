@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ from jdisagg.core.requests import EngineRequest, Output, Role
 from jdisagg.roles.inbox import Submit
 from jdisagg.roles.unified import UnifiedRole
 from tests.unit.roles.engine import Engine
+from tests.unit.roles.world import World
+from tests.unit.sched.engine_fake import request
 
 PHASES = ("queue", "prefill", "transfer", "decode")
 
@@ -20,6 +23,24 @@ def read(metrics: Metrics, name: str, **labels: str) -> float:
 
 def phase_sum(metrics: Metrics) -> float:
     return sum(read(metrics, f"request_{phase}_seconds_sum") for phase in PHASES)
+
+
+def drive(world: World, draw: random.Random, num_requests: int) -> None:
+    """Shared beginnings, deadlines, cancels, lost pieces and cut streams; in small pools requests lose their pages, too."""
+    prompts: list[tuple[int, ...]] = [()]
+    for index in range(num_requests):
+        prompts.append((draw.choice(prompts) + tuple(draw.randrange(1, 9) for _ in range(draw.randrange(1, 24))))[:24])
+        deadline_s = world.now_s + draw.choice([0.05, 1e6, 1e6, 1e6])
+        world.submit(request(f"r{index}", prompts[-1], draw.randrange(1, 24), deadline_s=deadline_s))
+        for _ in range(draw.randrange(9)):
+            world.tick()
+        if draw.random() < 0.15:
+            world.cancel(f"r{draw.randrange(index + 1)}")
+        if draw.random() < 0.2:
+            world.network.lose_next += 1
+        if draw.random() < 0.2 and world.wire.open_streams:
+            world.wire.cut(draw.choice(list(world.wire.open_streams)), "dead")
+    world.settle()
 
 
 class Unified:

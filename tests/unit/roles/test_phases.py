@@ -13,7 +13,7 @@ from jdisagg.core.phases import Phase, Phases
 from jdisagg.handoff.messages import ChunkReady, HandoffId
 from jdisagg.roles.inbox import Cancel
 from jdisagg.transfer.base import PieceFailed
-from tests.unit.roles.measured import PHASES, Unified, phase_sum, read
+from tests.unit.roles.measured import PHASES, Unified, drive, phase_sum, read
 from tests.unit.roles.network_fake import FakeFetcher
 from tests.unit.roles.world import PROMPT, World
 from tests.unit.sched.engine_fake import expected, request
@@ -24,21 +24,8 @@ pytestmark = pytest.mark.usefixtures("no_sleep")
 @pytest.mark.parametrize("seed", range(4))
 def test_phases_add_up_on_both_workers_whatever_happens(seed: int) -> None:
     """Cancels, deadlines, cut streams, lost pieces, retractions: every request's phases are its whole time, once."""
-    draw = random.Random(seed)
     world = World(local_prefill=seed % 2 == 0, decode_pages=16, prefill_pages=14)
-    for index in range(24):
-        deadline_s = world.now_s + draw.choice([0.05, 1e6, 1e6, 1e6])
-        prompt = tuple(draw.randrange(1, 9) for _ in range(draw.randrange(1, 24)))
-        world.submit(request(f"r{index}", prompt, draw.randrange(1, 12), deadline_s=deadline_s))
-        for _ in range(draw.randrange(6)):
-            world.tick()
-        if draw.random() < 0.2:
-            world.cancel(f"r{draw.randrange(index + 1)}")
-        if draw.random() < 0.2:
-            world.network.lose_next += 1
-        if draw.random() < 0.2 and world.wire.open_streams:
-            world.wire.cut(draw.choice(list(world.wire.open_streams)), "dead")
-    world.settle()
+    drive(world, random.Random(seed), 24)
     for engine in (world.prefill, world.decode):
         metrics = engine.metrics
         assert read(metrics, "request_seconds_count") == read(metrics, "request_queue_seconds_count") > 0

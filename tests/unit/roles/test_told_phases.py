@@ -17,9 +17,8 @@ from jdisagg.core.requests import Role
 from jdisagg.replay import replay
 from jdisagg.sched.log import LoggedScheduler, make_scheduler
 from tests.unit.roles import engine
-from tests.unit.roles.measured import PHASES, Ticking
+from tests.unit.roles.measured import PHASES, Ticking, drive
 from tests.unit.roles.world import World
-from tests.unit.sched.engine_fake import request
 
 pytestmark = pytest.mark.usefixtures("no_sleep")
 
@@ -50,24 +49,6 @@ def seconds(text: str) -> dict[str, float]:
     return {phase: float(number) * (0.001 if unit == "ms" else 1.0) for phase, number, unit in _PHASE.findall(text)}
 
 
-def drive(world: World, draw: random.Random) -> None:
-    """Shared beginnings, deadlines, cancels, lost pieces and cut streams; pools so small that requests lose their pages."""
-    prompts: list[tuple[int, ...]] = [()]
-    for index in range(12):
-        prompts.append((draw.choice(prompts) + tuple(draw.randrange(1, 9) for _ in range(draw.randrange(1, 24))))[:24])
-        deadline_s = world.now_s + draw.choice([0.05, 1e6, 1e6, 1e6])
-        world.submit(request(f"r{index}", prompts[-1], draw.randrange(1, 24), deadline_s=deadline_s))
-        for _ in range(draw.randrange(9)):
-            world.tick()
-        if draw.random() < 0.1:
-            world.cancel(f"r{draw.randrange(index + 1)}")
-        if draw.random() < 0.2:
-            world.network.lose_next += 1
-        if draw.random() < 0.2 and world.wire.open_streams:
-            world.wire.cut(draw.choice(list(world.wire.open_streams)), "dead")
-    world.settle()
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_the_phases_told_of_a_request_are_those_counted(
     seed: int, logs: dict[Path, LoggedScheduler], caplog: pytest.LogCaptureFixture
@@ -77,7 +58,7 @@ def test_the_phases_told_of_a_request_are_those_counted(
     world = World(local_prefill=seed % 2 == 0, decode_pages=14, prefill_pages=14, want_min_tokens=seed % 3, **more)
     for scheduler in logs.values():
         scheduler._clock = lambda: world.now_s
-    drive(world, random.Random(seed))
+    drive(world, random.Random(seed), 12)
     counted: dict[str, list[str]] = {}
     for record in caplog.records:
         if record.name == "jdisagg.core.record":
