@@ -12,12 +12,10 @@ from pathlib import Path
 import pytest
 
 from jdisagg.batch.journal import journal_path
+from tests.e2e.conftest import SMALL
 
 TRIES = 3  # to kill it in time: a machine may stand still just then
-FLAGS = (
-    *("--numerics", "exact", "--max-model-len", "128", "--page-size", "16", "--num-pages", "100"),
-    *("--max-num-seqs", "4", "--max-num-batched-tokens", "32", "--transfer-chunk-tokens", "32"),
-)
+FLAGS = ("--numerics", "exact", *SMALL)  # compiled by others
 
 
 def start(source: Path, output: Path, model: Path, *more: str, stderr: int | None = None) -> subprocess.Popen[bytes]:

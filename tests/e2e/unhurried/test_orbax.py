@@ -25,6 +25,7 @@ from jdisagg.models.load import load_model
 from jdisagg.models.resolve import read_config
 from jdisagg.models.sharding import make_mesh
 from jdisagg.models.spec import ModelSpec
+from tests.e2e.conftest import SMALL
 from tests.e2e.processes import wait_until
 
 ROUNDS = 5  # conversions killed
@@ -93,9 +94,8 @@ def answers(model: Path, directory: Path, tp: int, load_format: str) -> list[tup
     lines = [{"prompt": prompt, "max_tokens": 24, "temperature": 0.0, "logprobs": 1} for prompt in PROMPTS]
     requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
     files = ("--input", str(requests), "--output", str(results), "--quiet")
-    sizes = ("--max-model-len", "128", "--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--numerics", "exact")
     flags = ("--model", str(model), "--load-format", load_format, "--tensor-parallel-size", str(tp), "--dtype", "float32")
-    done = run_python("-m", "jdisagg.batch", *files, *flags, *sizes, num_devices=tp)
+    done = run_python("-m", "jdisagg.batch", *files, *flags, "--numerics", "exact", *SMALL, num_devices=tp)
     assert done.returncode == 0, done.stderr[-3000:]
     choices = [json.loads(line)["response"]["body"]["choices"][0] for line in results.read_text().splitlines()]
     return [(choice["logprobs"]["tokens"], choice["finish_reason"]) for choice in choices]
