@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,13 +16,14 @@ from jdisagg.batch.journal import journal_path
 from tests.e2e.conftest import SMALL
 
 TRIES = 3  # to kill it in time: a machine may stand still just then
-FLAGS = ("--numerics", "exact", *SMALL)  # compiled by others
+FLAGS = ("--numerics", "exact", *SMALL)  # compiled by others, on one device
 
 
 def start(source: Path, output: Path, model: Path, *more: str, stderr: int | None = None) -> subprocess.Popen[bytes]:
     files = ("--input", str(source), "--output", str(output), "--quiet", "--max-concurrency", "4")
     command = [sys.executable, "-m", "jdisagg.batch", *files, "--model", str(model), *FLAGS, *more]
-    return subprocess.Popen(command, stderr=stderr)
+    as_started_by_hand = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
+    return subprocess.Popen(command, stderr=stderr, env=as_started_by_hand)
 
 
 def kill_amid_answers(process: subprocess.Popen[bytes], journal: Path) -> None:
