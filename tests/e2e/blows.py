@@ -52,6 +52,14 @@ def assert_exact(got: list[Got], wanted: list[Got]) -> None:
         assert one.finish == other.finish
 
 
+def assert_same(requests: list[Asked], wanted: list[Got], got: list[Got]) -> None:
+    """As `assert_exact`, and texts and log-probabilities too: float32, equal to the last bit."""
+    for asked, one, other in zip(requests, wanted, got, strict=True):
+        assert other.error is None, (asked.request_id, other.error)
+        assert other.essence() == one.essence(), asked.request_id
+        assert other.logprobs == one.logprobs, asked.request_id
+
+
 def wait_all_free(server: ServerProcess, timeout_s: float = 10.0) -> None:
     wait_until(lambda: server.metric("jdisagg_kv_pages_used") == 0, timeout_s, f"{server.flags[1]}: all pages free")
 

@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from tests.e2e.blows import TRIES, assert_exact, interrupt, long_requests, wait_all_free
+from tests.e2e.blows import TRIES, assert_exact, assert_same, interrupt, long_requests, wait_all_free
 from tests.e2e.client import OPTIONS, Asked, Got, generate, run_all
 from tests.e2e.conftest import SMALL, Start, starting
 from tests.e2e.processes import ServerProcess, wait_until
@@ -31,13 +31,6 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterato
             worker.wait_ready()
         fleet.wait_members()
         yield fleet
-
-
-def assert_all_equal(requests: list[Asked], wanted: list[Got], got: list[Got]) -> None:
-    for asked, one, other in zip(requests, wanted, got, strict=True):
-        assert other.error is None, (asked.request_id, other.error)
-        assert other.essence() == one.essence(), asked.request_id
-        assert other.logprobs == one.logprobs, asked.request_id
 
 
 @pytest.mark.timeout(120)
@@ -77,7 +70,7 @@ def test_a_replay_is_exact_with_seeds_penalties_choices_and_logprobs(
 
     for _ in range(TRIES):
         got = asyncio.run(interrupt(router.grpc, requests, 0.0, kill_the_one_with_three_choices))
-        assert_all_equal(requests, wanted, got)
+        assert_same(requests, wanted, got)
         replayed = [
             one.complete is not None and any("replay" in c.provenance.recoveries for c in one.complete.choices) for one in got
         ]

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.e2e.blows import assert_quiescent
+from tests.e2e.blows import assert_quiescent, assert_same
 from tests.e2e.client import Asked, Got, run_all
 from tests.e2e.conftest import MAX_MODEL_LEN, Pair, Start
 from tests.e2e.mixed import VOCAB, mixed_requests
@@ -27,13 +27,6 @@ def reference(unified: ServerProcess, requests: list[Asked]) -> list[Got]:
     got = run_all(unified.grpc, requests)
     assert all(one.error is None for one in got), [one.error for one in got if one.error][:1]
     return got
-
-
-def assert_same(requests: list[Asked], wanted: list[Got], got: list[Got]) -> None:
-    for asked, one, other in zip(requests, wanted, got, strict=True):
-        assert other.error is None, (asked.request_id, other.error)
-        assert other.essence() == one.essence(), asked.request_id
-        assert other.logprobs == one.logprobs, asked.request_id  # float32, equal to the last bit
 
 
 def assert_nothing_compiled_since_ready(server: ServerProcess) -> None:

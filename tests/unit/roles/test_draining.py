@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from jdisagg.roles import engine_loop
 from tests.unit.roles.world import World, two_full_pools
 from tests.unit.sched.engine_fake import expected, request
 
 PROMPT = tuple(range(3, 22))
 
-
-@pytest.fixture(autouse=True)
-def no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_loop, "IDLE_WAIT_S", 0.0)
+pytestmark = pytest.mark.usefixtures("no_sleep")
 
 
 def drain_prefill(world: World) -> None:

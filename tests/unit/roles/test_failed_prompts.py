@@ -7,16 +7,11 @@ import re
 import pytest
 
 from jdisagg.core.errors import NumericalError
-from jdisagg.roles import engine_loop
 from tests.unit.roles.measured import read
 from tests.unit.roles.world import PROMPT, World
 from tests.unit.sched.engine_fake import expected, request
 
-
-@pytest.fixture(autouse=True)
-def no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_loop, "IDLE_WAIT_S", 0.0)
-    monkeypatch.setattr(engine_loop, "LISTEN_S", 0.0)
+pytestmark = pytest.mark.usefixtures("no_sleep", "no_listening")
 
 
 @pytest.mark.parametrize("bad_slots", [{0}, {1}, {0, 1}])

@@ -19,11 +19,7 @@ from tests.unit.sched.engine_fake import expected, request
 
 PROMPT = tuple(range(3, 39))  # three steps of 12 tokens
 
-
-@pytest.fixture(autouse=True)
-def no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_loop, "IDLE_WAIT_S", 0.0)
-    monkeypatch.setattr(engine_loop, "LISTEN_S", 0.0)
+pytestmark = pytest.mark.usefixtures("no_sleep", "no_listening")
 
 
 def test_kv_of_a_chunk_is_announced_while_a_later_one_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import pytest
 from jdisagg.core.fleet import Load
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Role
-from jdisagg.roles import engine_loop
 from jdisagg.roles.observer import TickObserver
 from jdisagg.roles.pipeline import Turn
 from jdisagg.sched.scheduler import Scheduler
@@ -17,10 +16,7 @@ from tests.unit.sched.engine_fake import request
 
 LONG = 36  # tokens; a step computes 12
 
-
-@pytest.fixture(autouse=True)
-def no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_loop, "IDLE_WAIT_S", 0.0)
+pytestmark = pytest.mark.usefixtures("no_sleep")
 
 
 def load_of_prefill(world: World) -> Load:

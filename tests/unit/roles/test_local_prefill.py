@@ -13,11 +13,7 @@ from jdisagg.roles.peer_choice import PeerChoice
 from tests.unit.roles.world import PEERS, World
 from tests.unit.sched.engine_fake import expected, request
 
-
-@pytest.fixture(autouse=True)
-def no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_loop, "IDLE_WAIT_S", 0.0)
-    monkeypatch.setattr(engine_loop, "LISTEN_S", 0.0)
+pytestmark = pytest.mark.usefixtures("no_sleep", "no_listening")
 
 
 def test_prompts_below_the_limit_never_leave_the_decode_worker() -> None:
