@@ -12,6 +12,7 @@ import pytest
 from jdisagg.core.config import Numerics
 from jdisagg.engine.bits import compute_bits
 from jdisagg.engine.compiles import CompileCounter
+from jdisagg.engine.runner import ModelRunner
 from jdisagg.engine.warmup import warm_up
 from jdisagg.sched.plan import PageTable
 from jdisagg.transfer.base import Piece
@@ -21,8 +22,13 @@ pytestmark = pytest.mark.timeout(240)  # whole steps are compiled
 
 
 @pytest.fixture(scope="module")
-def bits() -> str:
-    return compute_bits(make(numerics=Numerics.EXACT))
+def runner() -> ModelRunner:
+    return make(numerics=Numerics.EXACT)
+
+
+@pytest.fixture(scope="module")
+def bits(runner: ModelRunner) -> str:
+    return compute_bits(runner)
 
 
 @pytest.mark.covers("I-6")
@@ -46,18 +52,20 @@ def test_a_pool_of_one_token_is_no_reason_not_to_start() -> None:
 
 
 @pytest.mark.parametrize("part", ["embed_tokens", "layers", "lm_head"])
-def test_one_bit_in_one_number_of_what_is_computed_shows(bits: str, part: str) -> None:
+def test_one_bit_in_one_number_of_what_is_computed_shows(
+    bits: str, part: str, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As an instruction that rounds once instead of twice leaves it: in every layer, and behind the last one."""
-    runner = make(numerics=Numerics.EXACT)
     params = dict(runner.device._params)  # pyright: ignore[reportPrivateUsage]
     params[part] = jax.tree.map(_nudged, params[part])
-    runner.device._params = params  # pyright: ignore[reportPrivateUsage]
-    assert compute_bits(runner) != bits
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.device, "_params", params)
+        assert compute_bits(runner) != bits
+    assert compute_bits(runner) == bits
 
 
-def test_one_number_of_kv_alone_shows(bits: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_number_of_kv_alone_shows(bits: str, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """What rounds apart in one layer may be rounded away behind it, for this prompt."""
-    runner = make(numerics=Numerics.EXACT)
     export = runner.export_tokens
 
     def exported(page_table: PageTable, begin: int, end: int) -> Piece:
