@@ -38,7 +38,8 @@ class FleetWatch:
     """Asked now and then; says once of each worker what has lasted."""
 
     def __init__(self) -> None:
-        self._apart, self._lonely, self._unlike = _Lasting(SETTLE_S), _Lasting(LONELY_S), _Lasting(SETTLE_S)
+        self._apart, self._unlike = _Lasting(SETTLE_S), _Lasting(SETTLE_S)
+        self._lonely: dict[Key, _Lasting] = {}  # each by itself: in so long a time somebody may always join them
 
     def look(self, members: Sequence[Member], now_s: float) -> list[str]:
         """What to tell the operator."""
@@ -48,7 +49,8 @@ class FleetWatch:
             said.append(_told_apart(ps, ds))
         apart = {member.key for member in (*ps, *ds)}  # where there are some of both roles, these are all
         lonely = [member for member in members if partners.lacks(member) and member.key not in apart]
-        if self._lonely.is_news(lonely, now_s):
+        self._lonely = {member.key: self._lonely.get(member.key) or _Lasting(LONELY_S) for member in lonely}
+        if lonely := [member for member in lonely if self._lonely[member.key].is_news([member], now_s)]:
             why = f"{partners.why(lonely)}; it has been so for {LONELY_S / 60:g} minutes"
             said.append(f"{lonely[0].role.value} {named(lonely)} {why}")
         unlike = [member for member in members if usual.lacks(member)]

@@ -172,3 +172,15 @@ def test_nothing_is_told_while_more_of_them_come_and_then_of_all_at_once() -> No
     said = look(watch, here, 3 * (SETTLE_S - 1.0) + SETTLE_S)
     assert said is not None
     assert all(f"pid {number + 5} @ h:{number}" in said for number in range(4))
+
+
+def test_one_that_is_alone_is_told_of_though_another_one_that_is_starts_again_and_again() -> None:
+    watch, here, step_s = FleetWatch(), (P, PAIRED, OTHER_P), LONELY_S / 4
+    told: dict[float, str | None] = {}
+    for number in range(9):  # one that ends in its first minute or two: each time it is another process
+        restarted = replace(OTHER_P, address="h:4", epoch=f"e{number}", worker=f"pid {number + 50} @ h:4")
+        told[number * step_s] = look(watch, (*here, restarted), number * step_s)
+    assert [now_s for now_s, line in told.items() if line is not None] == [LONELY_S], "once"
+    line = told[LONELY_S]
+    assert line is not None
+    assert line.startswith("prefill worker pid 3 @ h:3 (fingerprint eeeeeeeeeeee) gets none"), "the other came just now"
