@@ -42,7 +42,8 @@ class Placement:
 
     def place(self, flight: Flight, now_s: float) -> bool:
         """Send the attempt to a worker; False when nobody can take it: `lacks` says why."""
-        home, tried = flight.home.address, flight.setbacks.tried
+        home = flight.home.address if flight.request.fork_group else ""  # one that is alone follows nobody
+        tried = flight.setbacks.tried
         near = self._prefixes.find(flight.home.beginnings)
         kin = near.news or beginning(flight.request.prompt_token_ids)
         wishes = Wishes(but_not=tried, num_tokens=flight.most_tokens, home=home, near=near, bits=flight.bits, kin=kin)

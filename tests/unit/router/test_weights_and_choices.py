@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from time import monotonic
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from jdisagg.api.generation.token_engine import Enough
 from jdisagg.core.errors import HandoffLost, Overloaded, RequestError
 from jdisagg.core.requests import EngineRequest, Output, Role, SamplingParams
+from jdisagg.router.flight import Flight
 from jdisagg.router.homes import Home, Homes
+from jdisagg.router.placement import Placement
 from jdisagg.router.recovery import ReplayConfig
+from jdisagg.router.workers import Workers
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.rig import ask, assert_whole, collect, fleet, stop, tokens
+from tests.unit.router.test_idle_fleet import idle_fleet
 from tests.unit.wire.rig import request, run_quiet, until
 
 
@@ -210,3 +216,23 @@ def test_workers_hear_whether_a_client_left_or_had_enough(enough: bool, reason: 
         await stop(router, worker)
 
     run_quiet(body())
+
+
+@pytest.mark.parametrize(("group", "chosen"), [("", "a:1"), ("g", "b:1")])
+def test_a_request_without_siblings_that_everybody_failed_goes_to_the_least_busy_and_not_where_it_failed_last(
+    group: str, chosen: str
+) -> None:
+    there = idle_fleet("a:1", "b:1")
+    workers = SimpleNamespace(fleet=there, submit=lambda *_: None, cancel=lambda *_, **__: None)
+    placement, flight = Placement(cast(Workers, workers)), Flight(replace(ask("r1"), fork_group=group))
+    placement.begin(flight)
+    for tried in ({"b:1"}, {"a:1"}):  # a, and then b
+        flight.setbacks.tried = frozenset(tried)
+        assert placement.place(flight, 0.0)
+        placement.leave(flight)
+        flight.replay()
+    there.entries()[1].pending = 5
+    flight.setbacks.tried = frozenset({"a:1", "b:1"})
+    assert placement.place(flight, 0.0)
+    assert flight.entry is not None
+    assert flight.entry.member.address == chosen
