@@ -3,9 +3,9 @@
 Usage: checks.py [--quick] [pytest arguments]. Everything runs even when something fails. Tests run in as many processes as keep
 two cores busy, file by file: six where they mostly wait, two where they start servers and judge no time; those that judge it
 run one after the other. What only computes runs beside the checks, what waits and what judges time, in two processes, and gets
-what these leave over of the cores (on Linux: elsewhere it runs before). promtool, which no Python package brings, runs when it
-is installed; what it would check is listed as SKIPPED otherwise. The last line counts checks and tests together, in pytest's
-words; the exit status is 0 when nothing failed.
+what these leave over of the cores (on Linux: elsewhere, and in a sandbox that forbids it, it runs before). promtool, which no
+Python package brings, runs when it is installed; what it would check is listed as SKIPPED otherwise. The last line counts
+checks and tests together, in pytest's words; the exit status is 0 when nothing failed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ CHECK_TIMEOUT_S = 300
 TESTS_TIMEOUT_S = 3600  # of one pytest
 CLEAN_UP_S = 60
 NOTHING_SELECTED = 5  # pytest's exit status
-IDLE: int | None = getattr(os, "SCHED_IDLE", None)  # what has it makes way at once for whatever has not: Linux
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +66,17 @@ class Part:
         return [*self.paths, *(f"--ignore={path}" for path in self.ignored), *spread]
 
 
+def _idle() -> int | None:
+    """The policy of what makes way at once for whatever has another one; None where there is none, or nobody may have it."""
+    policy: int | None = getattr(os, "SCHED_IDLE", None)
+    if policy is None:
+        return None
+    with ThreadPoolExecutor(1) as pool:  # whose thread keeps it, and ends
+        refused = pool.submit(os.sched_setscheduler, 0, policy, os.sched_param(0)).exception()
+    return None if refused else policy
+
+
+IDLE = _idle()
 QUICK, QUICK_COMPUTING = (Part(WAITING, 6),), Part(("tests/compat", "tests/unit"), 2, WAITING)
 ALL = (*QUICK, Part(("tests/e2e",), ignored=UNHURRIED))
 COMPUTING = Part(("tests/kernels", "tests/golden", *QUICK_COMPUTING.paths), 2, WAITING)
