@@ -175,17 +175,19 @@ def run_tests(part: Part, options: list[str], tally: Tally, output: IO[str] | No
 
 @contextmanager
 def beside(part: Part, options: list[str], tally: Tally) -> Iterator[None]:
-    """Run its tests while the block runs, and until they have ended; then show and count them."""
+    """Run its tests while the block runs, and until they have ended; then show and count them. What broke off is shown, too."""
     counted = Tally()
     with tempfile.TemporaryFile("w+") as output:
-        with ThreadPoolExecutor(1) as pool:
-            tests = pool.submit(run_tests, part, options, counted, output)
-            if IDLE is None:
-                tests.result()
-            yield
-        tests.result()
-        output.seek(0)
-        print(output.read(), flush=True)
+        try:
+            with ThreadPoolExecutor(1) as pool:
+                tests = pool.submit(run_tests, part, options, counted, output)
+                if IDLE is None:
+                    tests.result()
+                yield
+            tests.result()
+        finally:
+            output.seek(0)
+            print(output.read(), flush=True)
     tally.add(counted)
 
 
