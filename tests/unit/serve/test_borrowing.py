@@ -41,8 +41,8 @@ def test_decode_workers_that_come_back_elsewhere_leave_no_channel_behind(monkeyp
         close()
 
 
-@pytest.mark.parametrize(("buffer_bytes", "most"), [(1, 3), (16 * 10, 11), (16 * 10 + 1, 12)])
-def test_as_many_pieces_arrive_as_fill_the_buffer_of_an_engine_as_whole_chunks_and_one_more(
+@pytest.mark.parametrize(("buffer_bytes", "most"), [(1, 4), (16 * 3, 4), (16 * 4, 5), (16 * 10 + 1, 12)])
+def test_four_pieces_arrive_or_as_many_as_fill_the_buffer_of_an_engine_as_whole_chunks_and_one_more(
     buffer_bytes: int, most: int
 ) -> None:
     config = Config(transfer=TransferConfig(transfer_chunk_tokens=4, transfer_buffer_bytes=buffer_bytes))
