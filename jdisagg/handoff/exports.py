@@ -15,8 +15,8 @@ backend a receiver has its share of that, as of the buffer.
 from __future__ import annotations
 
 import secrets
-from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from jdisagg.core.config import TransferConfig
@@ -56,6 +56,16 @@ class Source(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class _Out:
+    """What one receiver has out: exported, and not yet discarded."""
+
+    num_pieces: int = 0
+    num_bytes: int = 0
+    device_tokens: int = 0  # as many as which it takes on the device
+    stays: bool | None = None  # whether the last one stayed there once it was published: each may have a backend of its own
+
+
 class ExportQueue:
     """Cuts pieces and counts their bytes until they are discarded. `new_key` makes unguessable, unique keys."""
 
@@ -65,17 +75,14 @@ class ExportQueue:
         self._bytes_per_token = bytes_per_token
         self._new_key = new_key
         self._turns: dict[str, dict[HandoffId, Source]] = {}  # by receiver: who may have something to cut; both in turn
-        self._num_out: Counter[str] = Counter()  # pieces exported and not yet discarded, by receiver
-        self._bytes_out: Counter[str] = Counter()
+        self._out: dict[str, _Out] = {}  # by receiver, of those that have some
         self._free_tokens = most_pieces_of(config, bytes_per_token) * config.transfer_chunk_tokens  # on the device
-        self._device_tokens: Counter[str] = Counter()  # taken there, by receiver
-        self._is_staying = False  # whether they stay there once they are published: as the last one did ..
-        self._stays: dict[str, bool] = {}  # .. of a receiver that has some out: each may have a backend of its own
+        self._is_staying = False  # whether the last published piece stayed there
 
     @property
     def buffered_bytes(self) -> int:
         """Bytes exported and not yet discarded."""
-        return self._bytes_out.total()
+        return sum(out.num_bytes for out in self._out.values())
 
     def pump(self, ready: Source | None = None) -> list[ExportAction]:
         """Cut whatever credit and buffer allow, one piece per turn; `ready` has something new to cut."""
@@ -101,10 +108,11 @@ class ExportQueue:
             num_passed = 0
             key = self._new_key()
             record.take(span, num_bytes, key)
-            self._num_out[receiver] += 1
-            self._bytes_out[receiver] += num_bytes
+            out = self._out.setdefault(receiver, _Out())
+            out.num_pieces += 1
+            out.num_bytes += num_bytes
             record.pieces[key].device_tokens = self._config.transfer_chunk_tokens
-            self._take_device(receiver, self._config.transfer_chunk_tokens)
+            self._take_device(out, self._config.transfer_chunk_tokens)
             sources[record.handoff] = sources.pop(record.handoff)
             actions.append(Export(record.handoff, record.engine_request_id, *span, key))
         return actions
@@ -126,21 +134,23 @@ class ExportQueue:
 
     def _has_share(self, receiver: str, num_bytes: int, free_bytes: int) -> bool:
         """Whether the receiver has enough out, so that others go first."""
-        if not receiver or self._num_out[receiver] < 2:
+        out = self._out.get(receiver) if receiver else None
+        if out is None or out.num_pieces < 2:
             return False
-        has_device = self._device_tokens[receiver] + self._config.transfer_chunk_tokens > self._free_tokens
-        stays = self._stays.get(receiver, self._is_staying)
-        return (stays and has_device) or self._bytes_out[receiver] + num_bytes > free_bytes
+        has_device = out.device_tokens + self._config.transfer_chunk_tokens > self._free_tokens
+        stays = self._is_staying if out.stays is None else out.stays
+        return (stays and has_device) or out.num_bytes + num_bytes > free_bytes
 
-    def _take_device(self, receiver: str, num_tokens: int) -> None:
+    def _take_device(self, out: _Out, num_tokens: int) -> None:
         """That many more, or less."""
         self._free_tokens -= num_tokens
-        self._device_tokens[receiver] += num_tokens
+        out.device_tokens += num_tokens
 
     def published(self, record: Source, piece: OutgoingPiece, *, stays_tokens: int) -> list[ExportAction]:
         """A piece of `record` can be fetched. Until it is discarded it takes no more than `stays_tokens` of the device."""
-        self._is_staying = self._stays[record.receiver] = stays_tokens > 0
-        self._take_device(record.receiver, stays_tokens - piece.device_tokens)
+        out = self._out[record.receiver]
+        self._is_staying = out.stays = stays_tokens > 0
+        self._take_device(out, stays_tokens - piece.device_tokens)
         piece.published, piece.device_tokens = True, stays_tokens
         return self.pump()
 
@@ -149,12 +159,12 @@ class ExportQueue:
         piece = record.pieces.pop(key, None)
         if piece is None:
             return []
-        self._take_device(record.receiver, -piece.device_tokens)
-        self._num_out[record.receiver] -= 1
-        self._bytes_out[record.receiver] -= piece.num_bytes
-        if not self._num_out[record.receiver]:
-            del self._num_out[record.receiver], self._bytes_out[record.receiver], self._device_tokens[record.receiver]
-            self._stays.pop(record.receiver, None)
+        out = self._out[record.receiver]
+        self._take_device(out, -piece.device_tokens)
+        out.num_pieces -= 1
+        out.num_bytes -= piece.num_bytes
+        if not out.num_pieces:
+            del self._out[record.receiver]
         return [Discard(key)]
 
     def withdraw(self, record: Source) -> None:

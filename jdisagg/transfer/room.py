@@ -26,8 +26,8 @@ class Room:
 
     def take(self, num_tokens: int, *, is_ahead: bool = False) -> Taken | None:
         """Room for a piece that takes `num_tokens`, padding included; None = there is too little just now. What needs more
-        than there ever is gets all. One that `is_ahead` of its turn leaves a half to others: what
-        comes from another peer, and is joined where it arrives, takes two chunks."""
+        than there ever is gets all. One that `is_ahead` of its turn leaves a half to others: what comes from another peer, and
+        is joined where it arrives, takes two chunks."""
         num_tokens = min(num_tokens, self._most_tokens)
         with self._lock:
             while self._given_back:
