@@ -45,17 +45,18 @@ def test_two_thousand_abandoned_pieces_leave_nothing(pair: TransferPair) -> None
 
     abandon(400, 0)
     before = after = look()
-    growth = [chunk_bytes]
-    for round_ in range(3):  # a pool of the runtime may grow once, by about a chunk; a leak grows every time
+    least = [chunk_bytes] * 2
+    for round_ in range(4):  # a pool of the runtime grows now and then, by about a chunk; a leak grows every time
         before = after
         abandon(1000, 4000 * round_ + 1000)
         abandon(1000, 4000 * round_ + 3000)
         after = look()
         growth = [b["rss"] - a["rss"] for a, b in zip(before, after, strict=True)]
         print(f"\n{pair.backend}: RSS growth after 2,200 abandoned pieces of 1 MiB: {[round(g / 1024) for g in growth]} KiB")
-        if max(growth) < chunk_bytes:
+        least = [min(both) for both in zip(least, growth, strict=True)]
+        if max(least) < chunk_bytes:
             break
-    assert max(growth) < chunk_bytes, growth
+    assert max(least) < chunk_bytes, "of P, of D"
     for peer, was in zip((pair.producer, pair.consumer), before, strict=True):
         wait_no_more(peer, threads=was["threads"] + 1, descriptors=was["descriptors"] + 2)  # a server's pool grows lazily
         assert peer.ask("look")["shm"] == []

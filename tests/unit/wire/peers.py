@@ -83,6 +83,12 @@ class Decode:
         return [message.reason for message in self.messages(handoff) if isinstance(message, StreamEnded)]
 
 
+async def lost(d: Decode, address: str) -> None:
+    """Waits until D's connection to a P that stopped is: what is asked before that ends with the old process's GOAWAY."""
+    if (link := d.client._links.find(address)) is not None:
+        await until(lambda: link._channel.get_state() is not grpc.ChannelConnectivity.READY)
+
+
 def opening(request_id: str = "r") -> Open:
     return Open(request=request(request_id), held_tokens=1, backend="grpc")
 

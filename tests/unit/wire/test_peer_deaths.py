@@ -14,7 +14,7 @@ from jdisagg.api.peer.piece_server import add_peer_service
 from jdisagg.api.peer.server import PeerServer
 from jdisagg.core.config import TransferConfig
 from jdisagg.handoff.messages import Accepted, Agreed, Awake, Grant, Quiet, StreamEnded
-from tests.unit.wire.peers import H1, H2, Decode, Prefill, opening
+from tests.unit.wire.peers import H1, H2, Decode, Prefill, lost, opening
 from tests.unit.wire.rig import FAST, identity, run_quiet, start_server, until
 
 
@@ -53,6 +53,7 @@ def test_prefill_restarted_at_its_address_serves_the_next_request():
         d.client.close(H1)
         await until(p.ends)
         await p.server.stop(0)
+        await lost(d, address)
         again = Prefill(identity(epoch="epoch-2"))
         await again.start(port=int(address.rpartition(":")[2]))
         d.client.open(address, H2, opening())

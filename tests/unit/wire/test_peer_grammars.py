@@ -15,7 +15,7 @@ from jdisagg.core.requests import Grammar, GrammarKind, SamplingParams
 from jdisagg.handoff.events import PeerAlive, PeerOpened
 from jdisagg.handoff.messages import Accepted, Grant, HandoffId, Open, Refused, StreamEnded
 from jdisagg.v1 import peer_pb2_grpc
-from tests.unit.wire.peers import H1, H2, Decode, Prefill
+from tests.unit.wire.peers import H1, H2, Decode, Prefill, lost
 from tests.unit.wire.rig import FAST, identity, request, run_quiet, until
 
 GRAMMAR = Grammar(GrammarKind.REGEX, "a+")
@@ -213,6 +213,7 @@ def test_a_p_that_serves_grammars_since_it_started_again_is_asked() -> None:
         d.client.open(address, H1, opening())
         await until(lambda: d.ends(H1))
         await p.server.stop(0)
+        await lost(d, address)
         grammars = SlowGrammars()
         grammars.go.set()
         newer = prefill(grammars, epoch="new")
