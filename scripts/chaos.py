@@ -3,6 +3,7 @@
     chaos.py --seed 1 --requests 150                 all faults, exact numerics, the demo model
     chaos.py --requests 10000 --json out/chaos.json  the long run
     chaos.py --inject checksums-off                  must end red: shows that the harness can see
+    chaos.py --beside ../v1                          half the fleet from that checkout, other halves after each restart
     chaos.py --worker-flags="--kv-cache-dtype int8" --decode-flags="--num-scheduler-steps 4" --transformers 0
 
 Exit status 0: no token was wrong, lost or duplicated, nothing hung, leaked, died by itself or left a traceback in a log, and of
@@ -51,6 +52,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--worker-flags", default="", help="of whoever has a model, the reference too")
     parser.add_argument("--decode-flags", default="")
+    parser.add_argument("--beside", type=Path, help="a checkout of another version: every second process is of that")
     parser.add_argument("--faults", default=",".join(ALL), help="comma-separated; default: all of %(default)s")
     parser.add_argument("--intensity", type=float, default=1.0, help="times as many of the faults that workers make")
     parser.add_argument("--catalogue", type=int, default=60, help="different questions")
@@ -65,6 +67,8 @@ def parse() -> argparse.Namespace:
     unknown = set(filter(None, options.faults.split(","))) - set(ALL)
     if unknown:
         parser.error(f"--faults: got {', '.join(sorted(unknown))}, wanted some of {', '.join(ALL)}")
+    if options.beside is not None and not (options.beside / "jdisagg" / "serve").is_dir():
+        parser.error(f"--beside: {options.beside} is no checkout: it has no jdisagg/serve")
     if options.prefill_tp != 1 and options.numerics == "exact":
         parser.error("--prefill-tp: sums over two devices are rounded otherwise than over one; add --numerics fast")
     return options
@@ -90,6 +94,7 @@ async def run(arguments: argparse.Namespace, directory: Path) -> list[Verdict]:
         sizes=(*SIZES, *shlex.split(arguments.worker_flags)),
         prefill_flags=("--tensor-parallel-size", str(arguments.prefill_tp)),
         decode_flags=tuple(shlex.split(arguments.decode_flags)),
+        beside=arguments.beside and arguments.beside.resolve(),
         scarce=True,
     )
     options = Options(

@@ -46,6 +46,7 @@ class FleetPlan:
     sizes: tuple[str, ...] = SIZES
     prefill_flags: tuple[str, ...] = ()  # win over those before
     decode_flags: tuple[str, ...] = ()
+    beside: Path | None = None  # the checkout of another version: every second process is of that
     scarce: bool = False  # memory: D retracts streams, of which every second one keeps their KV on the host
 
     @property
@@ -128,7 +129,8 @@ class Fleet:
         drill = self.plan.router_drill if member.proxy is None else self.plan.worker_drill
         faults = f"{drill},seed:{self._seeds.randrange(2**20)}" if drill else ""
         env: Mapping[str, str] = {"JDISAGG_TEST_HOOKS": "1", "JDISAGG_TEST_FAULTS": faults} if faults else {}
-        member.start(env)
+        turn = int(member.name[1:]) + member.incarnation  # so each place in the fleet changes with every restart
+        member.start(env, self.plan.beside if turn % 2 else None)
 
     async def until_whole(self, timeout_s: float, *, trusted: bool = False) -> None:
         """Until each router sees every worker, is linked to each D and, if `trusted`, avoids none of them for having failed

@@ -86,8 +86,9 @@ class Member:
         """Whether the process has ended."""
         return self.process is None or self.process.has_ended
 
-    def start(self, env: Mapping[str, str]) -> None:
-        """Start a process; call it on the thread that outlives it: it dies with its parent thread."""
+    def start(self, env: Mapping[str, str], checkout: Path | None = None) -> None:
+        """Start a process, of another `checkout` than this; call it on the thread that outlives it: it dies with its parent
+        thread."""
         self.incarnation += 1
         flags = list(self._flags)
         if self.proxy is not None:
@@ -96,7 +97,8 @@ class Member:
             self._port = free_port()
             flags += ["--grpc-port", str(self._port), "--advertise-port", str(self.proxy.port)]
             self.proxy.target_port = self._port
-        self.process = FleetProcess(*flags, log=self.log, env={**self._env, **env}, enter=self._enter)
+        enter = self._enter if checkout is None else (*self._enter, "env", f"--chdir={checkout}")
+        self.process = FleetProcess(*flags, log=self.log, env={**self._env, **env}, enter=enter)
 
     async def wait_ready(self) -> None:
         """Until its READY line; raises RuntimeError with the end of its log."""
