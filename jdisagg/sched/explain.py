@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from itertools import chain
 
 from jdisagg.core.config import SchedulerConfig
 from jdisagg.core.requests import Role
@@ -100,7 +99,7 @@ class Explainer:
             return wait
         if self._first_in_the_way is not None:
             first, wait = self._first_in_the_way
-            if first.status is Status.FORKING or first.order < sequence.order:
+            if first.order < sequence.order:
                 return wait
         return _unexplained(sequence, self.plan)
 
@@ -203,12 +202,11 @@ class Explainer:
 
     @cached_property
     def _first_in_the_way(self) -> tuple[Sequence, Wait] | None:
-        """The first of those that could go and have to wait, and what is said to all whose turn comes after. Choices with a
-        sibling to fork from come before all others."""
+        """The first of those that could go and have to wait, and what is said to all whose turn comes after."""
         queues = self.table.queues
-        forking = (s for s in queues[Status.FORKING] if s.request_id in self._donors)
+        forking = [s for s in queues[Status.FORKING] if s.request_id in self._donors]
         open_ones = [s for s in queues[Status.PREALLOC] if s.wait.is_open]
-        for first in chain(forking, sorted([*open_ones, *queues[Status.WAITING]], key=lambda s: s.order)):
+        for first in sorted([*forking, *open_ones, *queues[Status.WAITING]], key=lambda s: s.order):
             is_local = first.status is Status.WAITING
             if is_local and (wait := self._no_room_in_step or self._no_room_for_whole(first)):
                 return first, Wait(Cause.ORDER, f"behind request {first.request_id}: {wait.text}", first.request_id)

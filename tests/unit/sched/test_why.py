@@ -62,6 +62,22 @@ def test_a_request_behind_one_that_lacks_pages_says_so(tell: Tell) -> None:
     assert story[1].startswith("+0 ms      waited 32 ms: behind request big, 3 pages short (needs 8, 6 free")
 
 
+def test_a_request_is_behind_nobody_whose_turn_comes_after_its_own() -> None:
+    """A choice of theirs lacks pages, too, and is looked at first in each step."""
+    engine = FakeEngine(
+        num_pages=8, caching=False, reserved_decode_tokens=12, max_bypass=0, scheduling_policy="priority", priority_aging_s=0.0
+    )
+    engine.add(*(request(f"later/{i}", (1,) * 9, 12, fork_group="later", priority=1) for i in range(2)))
+    engine.tick()
+    engine.add(request("big", (2,) * 9, 12), request("small", (3, 3), 1))
+    engine.tick()
+    assert engine.scheduler.table.live["later/1"].status is Status.FORKING
+    wait = engine.scheduler.why_not("small")
+    assert wait is not None
+    assert (wait.cause, wait.about) == (Cause.ORDER, "big")
+    engine.run()
+
+
 def test_who_took_the_pages_of_a_preempted_request_is_named(tell: Tell) -> None:
     def drive(engine: FakeEngine) -> None:
         engine.add(*(request(f"r{i}", (i + 1,) * 4, 12) for i in range(3)))
