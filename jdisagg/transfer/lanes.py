@@ -223,8 +223,9 @@ class LaneFetcher:
             log.exception("fetch of piece %s from %s", job.ready.key, job.peer)
             return PieceFailed(handoff=job.handoff, ready=job.ready, reason="device", detail=repr(error))
         ended_s, ready = monotonic(), job.ready
+        seconds = ended_s - started_s - job.waited_s
         log.debug(
             "request %s: piece [%d, %d), %d bytes, fetched from %.6f to %.6f",
-            *(job.handoff.request_id, ready.begin, ready.end, ready.num_bytes, started_s, ended_s),
+            *(job.handoff.request_id, ready.begin, ready.end, ready.num_bytes, ended_s - seconds, ended_s),
         )
-        return PieceArrived(handoff=job.handoff, ready=ready, piece=piece, seconds=ended_s - started_s - job.waited_s)
+        return PieceArrived(handoff=job.handoff, ready=ready, piece=piece, seconds=seconds)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import queue
+import re
 import threading
 from dataclasses import replace
 from math import inf
@@ -140,6 +142,22 @@ def test_a_peer_that_is_slow_keeps_no_room_from_others() -> None:
         assert posted.get(timeout=30.0).handoff.request_id == "quick:1"
     slow.set()
     fetches.close()
+
+
+def test_the_log_counts_no_wait_for_the_engine_as_a_fetch(caplog: pytest.LogCaptureFixture) -> None:
+    """What passed while the prompt was still computed is read from it."""
+    caplog.set_level(logging.DEBUG, logger="jdisagg.transfer.lanes")
+    posted, small = queue.SimpleQueue[TransferEvent](), Small()
+    fetches = LaneFetcher("test", small, posted.put)
+    taken = small.room.take(1)
+    fetches.fetch(H, "p:1", READY, monotonic() + 60.0)
+    sleep(0.5)
+    del taken
+    arrived = posted.get(timeout=30.0)
+    fetches.close()
+    assert isinstance(arrived, PieceArrived)
+    began_s, ended_s = map(float, re.findall(r"from ([\d.]+) to ([\d.]+)$", caplog.messages[0])[0])
+    assert ended_s - began_s == pytest.approx(arrived.seconds, abs=1e-5)
 
 
 def test_a_fetch_that_waits_for_the_engine_ends_with_its_time() -> None:
