@@ -38,10 +38,10 @@ class Partners:
         return member.card.fingerprint in self._weights[_OTHER.get(member.role, Role.PREFILL)]
 
     def lacks(self, member: Member) -> bool:
-        """Whether there is somebody on the other side, and all of them have other weights. For operators: no request is lost by
-        it."""
+        """Whether it does not drain, and all that there are on the other side have other weights. For operators: no request is
+        lost by it."""
         other = _OTHER.get(member.role)
-        return other is not None and bool(self._of[other]) and not self.has(member)
+        return other is not None and not member.draining and bool(self._of[other]) and not self.has(member)
 
     def leave_idle(self, member: Member) -> bool:
         """Whether it never computes prompts, and nobody computes them for it."""

@@ -184,3 +184,15 @@ def test_one_that_is_alone_is_told_of_though_another_one_that_is_starts_again_an
     line = told[LONELY_S]
     assert line is not None
     assert line.startswith("prefill worker pid 3 @ h:3 (fingerprint eeeeeeeeeeee) gets none"), "the other came just now"
+
+
+def test_one_that_drains_is_not_told_of_though_nobody_pairs_with_it_any_more() -> None:
+    """What it still has may take longer than those five minutes."""
+    leaving = member(D, address="h:5", worker="pid 5 @ h:5", fingerprint="d" * 64, draining=True)
+    watch, members = FleetWatch(), (leaving, P, PAIRED)
+    assert look(watch, members, 0.0) is look(watch, members, LONELY_S) is None
+    watch, members = FleetWatch(), (*members, OTHER_P)
+    assert look(watch, members, 0.0) is None
+    said = look(watch, members, LONELY_S)
+    assert said is not None
+    assert said.startswith("prefill worker pid 3 @ h:3 (fingerprint eeeeeeeeeeee) gets none")
