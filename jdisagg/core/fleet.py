@@ -45,13 +45,14 @@ class ModelCard:
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     fingerprint: str  # weights + config + numerics; requests never cross it
+    # Equal on two workers where an answer that one began may go on at the other: both compute the same, and end it by the same
+    # tokens (of generation_config.json, say, which is no part of the fingerprint).
+    answers: str = field(init=False)
 
-    @property
-    def answers(self) -> str:
-        """Equal on two workers where an answer that one began may go on at the other: both compute the same, and end it by the
-        same tokens (of generation_config.json, say, which is no part of the fingerprint)."""
+    def __post_init__(self) -> None:
         ends = ", ".join(str(token_id) for token_id in sorted(set(self.eos_token_ids)))
-        return f"{self.fingerprint} with end tokens {ends}" if ends else self.fingerprint
+        answers = f"{self.fingerprint} with end tokens {ends}" if ends else self.fingerprint
+        object.__setattr__(self, "answers", answers)  # once: every request is compared with all workers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
