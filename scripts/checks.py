@@ -177,7 +177,7 @@ def run_tests(part: Part, options: list[str], tally: Tally, output: IO[str] | No
 def beside(part: Part, options: list[str], tally: Tally) -> Iterator[None]:
     """Run its tests while the block runs, and until they have ended; then show and count them. What broke off is shown, too."""
     counted = Tally()
-    with tempfile.TemporaryFile("w+") as output:
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
         try:
             with ThreadPoolExecutor(1) as pool:
                 tests = pool.submit(run_tests, part, options, counted, output)
