@@ -35,6 +35,9 @@ MARKED = frozenset({"kernels", "golden", "e2e"})
 TESTS = Path(__file__).parent
 
 os.environ.update(JAX_ENVIRONMENT)
+MAKES_CACHE = CACHE_VARIABLE not in os.environ  # here: a conftest.py below may import JAX before pytest is configured
+if MAKES_CACHE:
+    os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(prefix="jdisagg-xla-")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={NUM_DEVICES}".strip()
 
@@ -48,10 +51,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give the run one compilation cache, shared with the processes it starts."""
-    if CACHE_VARIABLE not in os.environ:
-        os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(prefix="jdisagg-xla-")
-        config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(CACHE_VARIABLE), ignore_errors=True))
+    """The compilation cache of the run, shared with the processes it starts, ends with it."""
+    if MAKES_CACHE:
+        config.add_cleanup(lambda: shutil.rmtree(os.environ[CACHE_VARIABLE], ignore_errors=True))
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
