@@ -7,6 +7,7 @@ to agree. Floats travel as 32 bits. Unknown numbers have a stated meaning: a Fin
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
 from typing import Any, TypeVar
@@ -44,6 +45,7 @@ from jdisagg.core.trace import read_traceparent
 from jdisagg.v1 import common_pb2
 
 M = TypeVar("M", bound=Message)
+T = TypeVar("T")
 _MAX_DEADLINE_S = 30 * 86_400.0  # an infinite deadline is sent as a month
 
 _FINISH_TO_PROTO = {reason: getattr(common_pb2, f"FINISH_REASON_{reason.name}") for reason in FinishReason}
@@ -72,6 +74,20 @@ def _named_alike(data: Any, message: Any) -> tuple[str, ...]:
 def encode_fields(data: Any, message: type[M], **others: Any) -> M:
     """A message with those fields of a dataclass that both name alike, and `others`: what is not there, or has another form."""
     return message(**{name: getattr(data, name) for name in _named_alike(type(data), message)} | others)
+
+
+def decode_fields(message: Message, data: type[T], *, text: Callable[[str], str] = str, **others: Any) -> T:
+    """A dataclass with those fields that its message names alike, repeated ones as tuples and each string as `text` has it, and
+    `others`: what is not there, or has another form."""
+    for name in _named_alike(data, type(message)):
+        if name not in others:
+            field, value = message.DESCRIPTOR.fields_by_name[name], getattr(message, name)
+            assert (field.message_type, field.has_presence) == (None, False), f"{name} has another form"
+            if field.type == field.TYPE_STRING:
+                others[name] = tuple(map(text, value)) if field.is_repeated else text(value)
+            else:
+                others[name] = tuple(value) if field.is_repeated else value
+    return data(**others)
 
 
 # --- errors
@@ -174,18 +190,11 @@ def decode_request(message: common_pb2.EngineRequest, now_s: float) -> EngineReq
         )
     if not message.prompt_token_ids:
         raise InvalidRequest(f"request {message.request_id}: prompt_token_ids is empty; send at least one", field="prompt")
-    return EngineRequest(
-        request_id=message.request_id,
-        attempt=message.attempt,
-        prompt_token_ids=tuple(message.prompt_token_ids),
-        generated_token_ids=tuple(message.generated_token_ids),
+    return decode_fields(
+        message,
+        EngineRequest,
         sampling=decode_sampling(message.sampling),
-        choice=message.choice,
-        priority=message.priority,
-        cache_salt=message.cache_salt,
-        fork_group=message.fork_group,
         deadline_s=now_s + min(message.deadline_ms / 1000, _MAX_DEADLINE_S),
-        prefill_peers=tuple(message.prefill_peers),
         traceparent=read_traceparent(message.traceparent),
         num_asked=max(1, message.num_asked),
     )
@@ -216,17 +225,8 @@ def encode_provenance(provenance: Provenance) -> common_pb2.Provenance:
 
 def _decode_provenance(message: common_pb2.Provenance) -> Provenance:
     """No count is below 0, whatever it says: others reckon with them."""
-    return Provenance(
-        prefill_worker=told(message.prefill_worker),
-        decode_worker=told(message.decode_worker),
-        prefilled_tokens=max(0, message.prefilled_tokens),
-        transferred_tokens=max(0, message.transferred_tokens),
-        transferred_pages=max(0, message.transferred_pages),
-        transferred_bytes=max(0, message.transferred_bytes),
-        recoveries=tuple(told(rung) for rung in message.recoveries),
-        borrowed_tokens=max(0, message.borrowed_tokens),
-        borrowed_bytes=max(0, message.borrowed_bytes),
-    )
+    counts = {field.name: max(0, value) for field, value in message.ListFields() if isinstance(value, int)}
+    return decode_fields(message, Provenance, text=told, **counts)
 
 
 def encode_finish(finish: FinishReason | None) -> common_pb2.FinishReason:

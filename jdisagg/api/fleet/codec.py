@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
-from jdisagg.api.codec import encode_fields
+from jdisagg.api.codec import decode_fields, encode_fields
 from jdisagg.api.peer.identity_codec import decode_parts, encode_parts
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.fleet import Load, Member, ModelCard, Report, Standing
@@ -20,7 +18,7 @@ def encode_load(load: Load) -> worker_pb2.Load:
 
 def decode_load(message: worker_pb2.Load) -> Load:
     """Field by field."""
-    return Load(**{field.name: getattr(message, field.name) for field in fields(Load)})
+    return decode_fields(message, Load)
 
 
 def encode_report(member: Member, report: Report) -> fleet_pb2.HeartbeatRequest:
@@ -31,7 +29,7 @@ def encode_report(member: Member, report: Report) -> fleet_pb2.HeartbeatRequest:
 
 def decode_report(message: fleet_pb2.HeartbeatRequest) -> Report:
     """Field by field."""
-    return Report(decode_load(message.load), message.draining, told(message.not_ready), message.alone)
+    return decode_fields(message, Report, text=told, load=decode_load(message.load))
 
 
 def encode_member(member: Member) -> fleet_pb2.Member:
@@ -60,28 +58,20 @@ def decode_member(message: fleet_pb2.Member) -> Member:
     ):  # fmt: skip
         if not value:
             raise InvalidRequest(f"member {message.address or message.identity.worker!r}: {name} is empty", field=name)
-    return Member(
+    identity = message.identity
+    return decode_fields(
+        message,
+        Member,
         role=roles[message.role],
-        address=message.address,
-        worker=told(message.identity.worker),
-        epoch=message.identity.epoch,
-        card=ModelCard(
-            name=message.model,
-            max_model_len=message.max_model_len,
-            vocab_size=message.vocab_size,
-            eos_token_ids=tuple(message.eos_token_ids),
-            fingerprint=message.identity.fingerprint,
-        ),
-        fingerprint_parts=decode_parts(message.identity),
+        worker=told(identity.worker),
+        epoch=identity.epoch,
+        card=decode_fields(message, ModelCard, name=message.model, fingerprint=identity.fingerprint),
+        fingerprint_parts=decode_parts(identity),
         load=decode_load(message.load),
-        draining=message.draining,
-        grammars=message.identity.grammars,
-        bits=told(message.identity.bits),
-        needs_prefill=message.needs_prefill,
-        text_digest=message.text_digest,
+        grammars=identity.grammars,
+        bits=told(identity.bits),
         cache_tokens=max(0, message.cache_tokens),
         not_ready=told(message.not_ready),
-        alone=message.alone,
     )
 
 

@@ -6,6 +6,7 @@ An event this version does not know decodes to None, like a heartbeat: it shows 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -13,6 +14,7 @@ from google.protobuf.message import Message
 
 from jdisagg.api.codec import (
     decode_error,
+    decode_fields,
     decode_output,
     decode_request,
     encode_error,
@@ -123,15 +125,13 @@ def _decode_open(message: peer_pb2.Open, now_s: float) -> Open:
     request = decode_request(message.request, now_s)
     if message.held_tokens < 0:
         raise InvalidRequest(f"held_tokens: wanted >= 0, got {message.held_tokens}", field="held_tokens")
-    return Open(
+    return decode_fields(
+        message,
+        Open,
         request=request,
-        held_tokens=message.held_tokens,
-        backend=message.backend,
-        backends=tuple(message.backends),
         head_shards=max(1, message.head_shards),
         max_piece_tokens=max(0, message.max_piece_tokens) or None,
-        lending=_decode_lending(message.lending) if message.HasField("lending") else None,
-        goes_on=message.goes_on,
+        lending=decode_fields(message.lending, Lending, text=_name) if message.HasField("lending") else None,
     )
 
 
@@ -157,49 +157,29 @@ def _name(text: str) -> str:
     return text
 
 
-def _decode_lending(message: peer_pb2.Lending) -> Lending:
-    return Lending(address=_name(message.address), backend=_name(message.backend), dtype=_name(message.dtype))
-
-
 def _decode_chunk(message: peer_pb2.ChunkReady) -> ChunkReady:
     if len(message.shape) != 4:
         key, shape = told(message.key), list(message.shape[:8])
         raise InvalidRequest(f"chunk {key}: wanted shape [layers, tokens, heads, features], got {shape}")
     layers, tokens, heads, features = message.shape
-    return ChunkReady(
-        key=_name(message.key),
-        begin=message.range.begin,
-        end=message.range.end,
-        shape=(layers, tokens, heads, features),
-        dtype=_name(message.dtype),
-        num_bytes=message.num_bytes,
-        checksum=message.checksum,
-        group=message.group,
-        backend=_name(message.backend),
-        locator=_name(message.locator),
-    )
+    begin, end, shape = message.range.begin, message.range.end, (layers, tokens, heads, features)
+    return decode_fields(message, ChunkReady, text=_name, begin=begin, end=end, shape=shape)
 
 
 def _decode_want(message: peer_pb2.Want) -> Want:
-    return Want(
-        begin=message.range.begin,
-        end=message.range.end,
-        reason=told(message.reason),
-        group=message.group,
-        backend=_name(message.backend),
-        piece_tokens=message.piece_tokens,
-    )
+    begin, end, reason = message.range.begin, message.range.end, told(message.reason)
+    return decode_fields(message, Want, text=_name, begin=begin, end=end, reason=reason)
 
 
 _DECODERS: dict[str, Callable[[Any], Down | Up]] = {
-    "grant": lambda grant: Grant(credit_bytes=grant.credit_bytes),
-    "ack": lambda ack: Ack(key=ack.key),
+    "grant": partial(decode_fields, data=Grant),
+    "ack": partial(decode_fields, data=Ack),
     "want": _decode_want,
     "chunk_ready": _decode_chunk,
-    "declined": lambda declined: Declined(reason=told(declined.reason)),
-    "accepted": lambda accepted: Accepted(cached_tokens=accepted.cached_tokens),
-    "started": lambda _: Started(),
-    "parked": lambda _: Parked(),
-    "done": lambda done: Done(first=_decode_first(done.first), num_chunks=done.num_chunks),
+    "declined": partial(decode_fields, data=Declined, text=told),
+    "accepted": partial(decode_fields, data=Accepted),
+    "started": partial(decode_fields, data=Started),
+    "parked": partial(decode_fields, data=Parked),
+    "done": lambda done: decode_fields(done, Done, first=_decode_first(done.first)),
     "refused": lambda refused: Refused(error=decode_error(refused.error)),
 }

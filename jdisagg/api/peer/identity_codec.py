@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jdisagg.api.codec import encode_fields
+from jdisagg.api.codec import decode_fields, encode_fields
 from jdisagg.core.fingerprint import Parts
 from jdisagg.core.told import told
 from jdisagg.handoff.identity import Backend, CacheGroup, Identity, Rank
@@ -36,34 +36,18 @@ def decode_identity(message: peer_pb2.Identity) -> Identity:
     """An empty `kind` means "full", window 0 means none."""
     groups = tuple(
         CacheGroup(
-            spec=KVSpec(
-                num_layers=group.num_layers,
-                num_kv_heads=group.num_kv_heads,
-                features=group.features,
-                dtype=group.dtype,
-                kind=group.kind or "full",
-                window=group.window or None,
-            ),
+            spec=decode_fields(group, KVSpec, kind=group.kind or "full", window=group.window or None),
             page_size=group.page_size,
         )
         for group in message.groups
     )
-    return Identity(
-        min_protocol=message.min_protocol,
-        max_protocol=message.max_protocol,
-        build=message.build,
-        fingerprint=message.fingerprint,
+    return decode_fields(
+        message,
+        Identity,
         worker=told(message.worker),
-        epoch=message.epoch,
         groups=groups,
-        ranks=tuple(Rank(endpoint=r.endpoint, head_begin=r.head_begin, head_end=r.head_end) for r in message.ranks),
-        backends=tuple(
-            Backend(
-                name=b.name, version=b.version, num_transport_addresses=b.num_transport_addresses, endpoint=b.endpoint or None
-            )
-            for b in message.backends
-        ),
+        ranks=tuple(decode_fields(rank, Rank) for rank in message.ranks),
+        backends=tuple(decode_fields(one, Backend, endpoint=one.endpoint or None) for one in message.backends),
         fingerprint_parts=decode_parts(message),
-        grammars=message.grammars,
         bits=told(message.bits),
     )
