@@ -103,7 +103,7 @@ class DecodeBackends:
         self._credentials = credentials
         self._drill = drill
         self._buffers = Buffers()
-        self._connected: list[GrpcByteSource | TcpSource] = []  # a read from a dead peer ends with its connection
+        self._connected: list[GrpcByteSource | TcpSource] = []  # closed before their fetchers
         post = core.inbox.post
         started = _started(core, lambda name: drill.fetcher(partial(self._fetcher, name), post))
         self.fetcher = FetcherSet([fetcher for _, fetcher in started], post)
@@ -115,20 +115,17 @@ class DecodeBackends:
         """In how many parts D holds the heads of a piece."""
         return head_shards(self._target.sharding, self._target.shape)
 
-    def on_down(self, peer: str) -> None:
-        """A peer's connection was given up."""
-        for source in self._connected:
-            source.drop(peer)
-
     def _fetcher(self, name: str, post: Post) -> Fetcher:
         match name:
             case "grpc":
-                stall_s = self._core.config.transfer.dead_after_s
-                return self._carrying(name, self._kept(GrpcByteSource(self._credentials, stall_s=stall_s)), post)
+                source = GrpcByteSource(self._credentials, stall_s=self._core.config.transfer.dead_after_s)
+                self._connected.append(source)
+                return self._carrying(name, source, post, on_end=source.drop)
             case "shm":
                 return self._carrying(name, ShmSource(), post)
             case "tcp":
-                return self._carrying(name, self._kept(TcpSource()), post)
+                self._connected.append(source := TcpSource())
+                return self._carrying(name, source, post)
             case "jax":
                 target = self._target
                 servers, joiner = TransferServers(jax.local_devices(), self._host), joiner_of(target, target.dtype)
@@ -136,13 +133,11 @@ class DecodeBackends:
                 return jax_fetcher(servers, joiner, target, post)
         raise AssertionError(f"no transfer backend is called {name!r}")
 
-    def _kept(self, source: GrpcByteSource | TcpSource) -> ByteSource:
-        self._connected.append(source)
-        return source
-
-    def _carrying(self, name: str, source: ByteSource, post: Post) -> Fetcher:
+    def _carrying(
+        self, name: str, source: ByteSource, post: Post, *, on_end: Callable[[str], None] = lambda peer: None
+    ) -> Fetcher:
         """A fetcher of bytes."""
-        return host_fetcher(name, self._drill.byte_source(source), self._target, post, self._buffers)
+        return host_fetcher(name, self._drill.byte_source(source), self._target, post, self._buffers, on_end=on_end)
 
 
 def _started(core: Core, start: Callable[[str], Half]) -> list[tuple[Backend, Half]]:

@@ -101,7 +101,6 @@ def _add_decode(
         post=drill.messages(core.inbox.post),
         config=config,
         credentials=credentials,
-        on_down=backends.on_down,
     )
     peers.watch(config.prefill)
     role = decode_role(

@@ -106,7 +106,8 @@ class GrpcByteSource:
         return TimeoutError(text) if code is grpc.StatusCode.DEADLINE_EXCEEDED else ConnectionError(text)
 
     def drop(self, peer: str) -> None:
-        """The peer has fallen silent: reads from it end with ConnectionError now, later ones connect anew. Any thread."""
+        """Nothing was read from the peer for a while: the next read connects anew, and takes its network for a good one. Reads
+        in progress end with ConnectionError. Any thread."""
         self._slow.discard(peer)
         self._channels.drop(peer)
 

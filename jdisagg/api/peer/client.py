@@ -44,16 +44,14 @@ class GrpcPeerClient:
         post: Callable[[FromPrefill], None],
         config: TransferConfig,
         credentials: Credentials = INSECURE,
-        on_down: Callable[[str], None] = lambda peer: None,
     ) -> None:
-        """`post` must be thread-safe and not block; `on_down` hears of a peer that is gone, or forgotten, on the
-        loop; see PeerLinks."""
+        """`post` must be thread-safe and not block."""
         self._identity = identity
         self._loop = loop
         self._post = post
         self._config = config
         self._credentials = credentials
-        self._links = PeerLinks(self._make_link, on_down=on_down, start=self._start)
+        self._links = PeerLinks(self._make_link, start=self._start)
         self._streams: dict[HandoffId, PeerStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._book = PeerBook()
@@ -213,13 +211,11 @@ class GrpcPeerClient:
                 if stream.closed:
                     break
                 deliver = partial(self._deliver, handoff, stream)
-                with link.carries_stream():
-                    ended = await stream.run(link, theirs, reached.backends, deliver)
+                ended = await stream.run(link, theirs, reached.backends, deliver)
                 if ended.reason == UNCLEAR:
                     ended = await cleared_up(ended, link, theirs.epoch)
                 if ended.reason in ("dead", "heartbeat") and not stream.garbled:
-                    why = ended.error.message if ended.error else ended.reason
-                    self._failed(link, why, is_gone=stream.broke)
+                    self._failed(link, ended.error.message if ended.error else ended.reason)
             if stream.answered or ended.reason not in ("dead", "epoch"):
                 break
         return StreamEnded(reason="hello", error=ended.error) if ended.reason == "epoch" else ended
@@ -245,11 +241,11 @@ class GrpcPeerClient:
             self._book.answered(link.peer)
         self._book.computes(link.peer, theirs.bits, self._identity.bits)
 
-    def _failed(self, link: PeerLink, why: str, *, refuses: bool = False, is_gone: bool = False) -> None:
-        """Forget the connection: the next stream makes a new one. See PeerLinks."""
+    def _failed(self, link: PeerLink, why: str, *, refuses: bool = False) -> None:
+        """Forget the connection: the next stream makes a new one."""
         if self._links.is_current(link):
             self._book.failed(link.peer, why, monotonic(), refuses=refuses)
-        self._links.give_up(link, is_gone=is_gone)
+        self._links.give_up(link)
 
     def _forget(self, peers: Iterable[str]) -> None:
         """Nobody offers these any more, most of them are dead: their connections and what was known of them go."""
@@ -258,7 +254,7 @@ class GrpcPeerClient:
             if peer not in busy and not self._presence.is_asked(peer):
                 self._book.forget(peer)
                 if (link := self._links.find(peer)) is not None:
-                    self._links.give_up(link, is_gone=True)
+                    self._links.give_up(link)
 
     async def _ask(self, peer: str) -> None:
         """Whether it is there: `failures` knows then. What is raised is a bug of ours or of grpc; it may be asked again, over a

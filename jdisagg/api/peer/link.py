@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from secrets import token_hex
 from time import monotonic
 
@@ -64,7 +64,6 @@ class PeerLink:
         self._hello: asyncio.Task[Identity] | None = None
         self._ports = PeerPorts()
         self._num_users = 0
-        self._num_streams = 0  # of these
         self._unused = asyncio.Event()
         self._unused.set()
         self._unused_at_s = monotonic()
@@ -97,20 +96,6 @@ class PeerLink:
     def is_used(self) -> bool:
         """Whether a stream lives on it, which has heartbeats of its own, or a question is under way."""
         return self._num_users > 0
-
-    @contextmanager
-    def carries_stream(self) -> Iterator[None]:
-        """A stream runs on it, and hears whether the peer lives."""
-        self._num_streams += 1
-        try:
-            yield
-        finally:
-            self._num_streams -= 1
-
-    @property
-    def has_streams(self) -> bool:
-        """Whether one runs now."""
-        return self._num_streams > 0
 
     async def retire(self) -> None:
         """Close once the last stream has ended: closing a channel ends every stream on it."""

@@ -55,7 +55,6 @@ class PeerStream:
         self.peer = peer
         self.answered = False
         self.closed = False
-        self.broke = False  # it went well until the peer was silent, or the connection gone
         self.garbled = False  # the peer said what cannot be read: it is there
         self._opening = opening
         self._config = config
@@ -87,7 +86,7 @@ class PeerStream:
         """Carry messages both ways until either side ends; says why. "epoch" = the peer is another process than `theirs`,
         UNCLEAR = ask it."""
         outbox, pulse = Outbox(DOWN_HEARTBEAT), link.pulse(theirs, self._config)
-        self._outbox, self.broke, self.garbled = outbox, False, False
+        self._outbox, self.garbled = outbox, False
         opening = replace(self._opening, backend=backends[0], backends=backends)
         deliver(Agreed(backends=backends))
         for wire in (encode_down(opening, epoch=theirs.epoch, now_s=monotonic(), pulse=pulse.name), *self._sent):
@@ -108,7 +107,6 @@ class PeerStream:
             await cancel_and_wait(read, write)
         if read in done:
             return self._end(read.exception())
-        self.broke = True
         silence = f"prefill peer {self.peer}: no heartbeat for {self._config.dead_after_s} s"
         return StreamEnded(reason="heartbeat", error=Unavailable(silence))
 
@@ -145,7 +143,6 @@ class PeerStream:
             return StreamEnded(reason="dead", error=lost)
         if not isinstance(error, grpc.aio.AioRpcError):
             raise error
-        self.broke = self.answered and error.code() is grpc.StatusCode.UNAVAILABLE
         reason = _REASONS.get(error.code(), "closed")
         if error.code() is grpc.StatusCode.FAILED_PRECONDITION and not self.answered:
             reason = "epoch"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -16,10 +17,13 @@ from jdisagg.api.channels import INSECURE
 from jdisagg.core.config import Config, ServerConfig, TransferConfig
 from jdisagg.core.drill import Drill
 from jdisagg.handoff.identity import Backend
+from jdisagg.handoff.messages import ChunkReady, HandoffId
 from jdisagg.serve import backends
 from jdisagg.serve.backends import DecodeBackends, PrefillBackends
+from jdisagg.transfer import lanes
 from jdisagg.transfer.drill import TransferDrill
 from jdisagg.transfer.target import PieceTarget
+from tests.unit.waiting import until
 
 DRILL = TransferDrill(Drill())
 
@@ -97,3 +101,20 @@ def test_a_port_that_cannot_be_bound_is_said_and_done_without(
     monkeypatch.setattr(backends, "TcpStore", refuse)
     assert names(worker.prefill(choice).offered) == left
     assert caplog.messages == ["transfer backend tcp is not offered: [Errno 99] Cannot assign requested address"]
+
+
+@pytest.mark.parametrize("choice", ["grpc", "auto"])
+def test_prefill_workers_that_come_back_elsewhere_leave_no_channel_behind(
+    worker: Worker, choice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "IDLE_S", 0.05)
+    dropped = list[str]()
+    monkeypatch.setattr(backends.GrpcByteSource, "read_into", lambda *_: iter(()))  # a peer that has nothing
+    monkeypatch.setattr(backends.GrpcByteSource, "drop", lambda self, peer: dropped.append(peer))
+    fetcher = worker.decode(choice).fetcher
+    ready = ChunkReady(
+        key="k", begin=0, end=8, shape=(1, 8, 1, 4), dtype="float32", num_bytes=128, checksum=0, backend="grpc"
+    )  # fmt: skip
+    for serial in range(3):
+        fetcher.fetch(HandoffId("a", serial), f"restarted:{serial}", ready, time.monotonic() + 60.0)
+    until(lambda: {"restarted:0", "restarted:1", "restarted:2"} <= set(dropped), "each peer that was read from is dropped")

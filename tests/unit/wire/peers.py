@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from time import monotonic
 
 import grpc
@@ -52,17 +51,13 @@ class Prefill:
 class Decode:
     """A D whose inbox is a list."""
 
-    def __init__(
-        self, who: Identity | None = None, config: TransferConfig = FAST, on_down: Callable[[str], None] | None = None
-    ) -> None:
+    def __init__(self, who: Identity | None = None, config: TransferConfig = FAST) -> None:
         self.events: list[FromPrefill] = []
-        self.down: list[str] = []  # peers whose reads were ended, each time
         self.client = GrpcPeerClient(
             who or identity(epoch="d"),
             loop=asyncio.get_running_loop(),
             post=self.events.append,
             config=config,
-            on_down=on_down or self.down.append,
         )
 
     def usable(self, peer: str) -> bool:
