@@ -28,8 +28,8 @@ FULL_MESSAGE_BYTES = 4 * 2**20  # a message that gathers what has come since the
 MAX_RECEIVED_BYTES = FULL_MESSAGE_BYTES + MAX_REQUEST_BYTES + 2**20
 MAX_STREAMS = 2**14  # on one connection; a decode worker has one for each of the requests that wait for one prefill worker
 MAX_IDLE_MS = 60_000  # without an RPC, until a server ends a connection; who comes back connects again. Our own channels go
-LEAVE_AFTER_MS = 30_000  # before: gRPC writes of a connection that a server has ended, and a call may meet that end
-LEAVING_MS = 500  # how much less a channel may have rested by its owner's clock
+LEAVE_AFTER_MS = 30_000  # before: gRPC writes of a connection that a server has ended, and a call may meet that end. They do so
+# only once (grpc/grpc#38454): those that are used again do not rest for so long
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -88,12 +88,6 @@ def open_blocking_channel(address: str, credentials: Credentials = INSECURE) -> 
     """A channel for a plain thread. The caller closes it."""
     channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
     return cast(grpc.Channel, KeyedChannel(channel, credentials.api_key)) if credentials.api_key else channel
-
-
-def may_have_left(rested_s: float) -> bool:
-    """Whether a channel without an RPC for so long may have ended its connection. Take a new one then: this one would
-    connect again, and never leave any more (grpc/grpc#38454)."""
-    return rested_s * 1000 >= LEAVE_AFTER_MS - LEAVING_MS
 
 
 def make_server(credentials: Credentials = INSECURE) -> grpc.aio.Server:

@@ -38,10 +38,7 @@ class GrpcByteSource:
 
     def read_into(self, peer: str, key: str, room: memoryview, deadline_s: float) -> Iterator[int]:
         """Fill `room` with the piece's bytes; see `ByteSource`."""
-        with self._channels.use(peer) as channel:
-            yield from self._read_over(channel, peer, key, room, deadline_s)
-
-    def _read_over(self, channel: grpc.Channel, peer: str, key: str, room: memoryview, deadline_s: float) -> Iterator[int]:
+        channel = self._channels.of(peer)
         filled, is_slow, left_s = 0, peer in self._slow, deadline_s - monotonic()
         if left_s <= 0.0:  # gRPC might serve it even so
             raise TimeoutError(f"piece {key} of {peer}: asked for when its time was over")

@@ -193,7 +193,7 @@ class GrpcPeerClient:
         ended = StreamEnded(reason="closed")
         for second in (False, True):
             link = self._links.of(stream.peer)
-            async with link.in_use():
+            with link.in_use():
                 try:
                     theirs = await link.hello(again=second)
                     reached = await link.reach(theirs, begins=True)
@@ -261,7 +261,7 @@ class GrpcPeerClient:
         new connection."""
         link = self._links.of(peer)
         try:
-            async with link.in_use():
+            with link.in_use():
                 theirs = await link.hello(again=True)
                 await link.reach(theirs, begins=False)  # so that it is known before the first request
                 self._answered(link, theirs)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from secrets import token_hex
-from time import monotonic
 
 import grpc
 import grpc.aio
 
-from jdisagg.api.channels import Credentials, may_have_left, open_channel
+from jdisagg.api.channels import Credentials, open_channel
 from jdisagg.api.peer.identity_codec import decode_identity, encode_identity
 from jdisagg.api.peer.piece_server import NO_PREFILL
 from jdisagg.api.peer.ports import PeerPorts, Reached
@@ -40,8 +39,7 @@ class HelloFailed(Exception):
 
 
 class PeerLink:
-    """One channel, replaced after a long rest. Used on one event loop, under `in_use`; when the peer's process is gone, drop it
-    and make a new one."""
+    """One channel. Used on one event loop, under `in_use`; when the peer's process is gone, drop it and make a new one."""
 
     def __init__(
         self,
@@ -59,37 +57,25 @@ class PeerLink:
         self.draining = False  # by its last Hello: it refuses new hand-offs
         self._is_registered = is_registered
         self._identity = identity
-        self._credentials = credentials
-        self._connect()
+        self._channel = open_channel(peer, credentials)
+        self._stub = peer_pb2_grpc.PeerServiceStub(self._channel)
         self._hello: asyncio.Task[Identity] | None = None
         self._ports = PeerPorts()
         self._num_users = 0
         self._unused = asyncio.Event()
         self._unused.set()
-        self._unused_at_s = monotonic()
         self._pulse: SharedPulse | None = None
 
-    def _connect(self) -> None:
-        self._channel = open_channel(self.peer, self._credentials)
-        self._stub = peer_pb2_grpc.PeerServiceStub(self._channel)
-
-    @asynccontextmanager
-    async def in_use(self) -> AsyncIterator[None]:
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
         """A stream lives on the channel, or is about to: `retire` waits for it."""
-        left = None
-        if self._num_users == 0 and may_have_left(monotonic() - self._unused_at_s):
-            left = self._channel
-            self._connect()
         self._num_users += 1
         self._unused.clear()
         try:
-            if left is not None:
-                await self._hang_up(left)
             yield
         finally:
             self._num_users -= 1
             if self._num_users == 0:
-                self._unused_at_s = monotonic()
                 self._unused.set()
 
     @property
@@ -134,16 +120,12 @@ class PeerLink:
         return self._stub.Prefill(timeout=timeout_s)
 
     async def close(self) -> None:
-        """Close the channel and whatever runs on it."""
+        """Close the channel and whatever runs on it. A bug in that is no reason to ask no more."""
         if self._hello is not None:
             await cancel_and_wait(self._hello)
         await self._ports.close()
-        await self._hang_up(self._channel)
-
-    async def _hang_up(self, channel: grpc.aio.Channel) -> None:
-        """A bug in that is no reason to ask no more."""
         try:
-            await channel.close()
+            await self._channel.close()
         except Exception:
             log.exception("closing a connection to prefill peer %s failed", self.peer)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import grpc
@@ -13,13 +12,11 @@ import pytest
 
 from jdisagg.api import channels, listening
 from jdisagg.api.channels import FULL_MESSAGE_BYTES, MAX_REQUEST_BYTES, Credentials
-from jdisagg.api.peer.byte_source import GrpcByteSource
-from jdisagg.api.peer.link import PeerLink
-from jdisagg.api.peer.piece_server import add_peer_service
-from jdisagg.api.peer.server import PeerServer
+from jdisagg.api.peer import presence
+from jdisagg.api.peer.link import LONGEST_HELLO_S
+from jdisagg.transfer import lanes
 from jdisagg.v1 import fleet_pb2, fleet_pb2_grpc, generation_pb2_grpc
-from tests.unit.reading import read_whole
-from tests.unit.wire.rig import FAST, WAIT_LIMIT_S, identity, run_quiet, start_server, until
+from tests.unit.wire.rig import run_quiet, start_server, until
 from tests.unit.wire.test_api_key import KEY, METHODS, Everything
 
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\x04\0\0\0\0\0"  # the preface and empty SETTINGS
@@ -106,20 +103,11 @@ def test_connections_beyond_a_share_of_the_descriptors_are_hung_up_on_and_others
     run_quiet(body())
 
 
-@pytest.fixture
-def short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers end a connection after eight seconds without a call; our own channels leave after one, or two: gRPC looks now and
-    then, and a machine may stand still meanwhile."""
-    usual = {side: dict(getattr(channels, side)) for side in ("_SERVER_OPTIONS", "_CHANNEL_OPTIONS")}
-    assert 2 * usual["_CHANNEL_OPTIONS"][CLIENT_IDLE] <= usual["_SERVER_OPTIONS"][IDLE] <= 60_000
-    assert usual["_CHANNEL_OPTIONS"][CLIENT_IDLE] == channels.LEAVE_AFTER_MS
-    for side, idle in (("_SERVER_OPTIONS", {IDLE: 8000}), ("_CHANNEL_OPTIONS", {CLIENT_IDLE: 1000})):
-        monkeypatch.setattr(channels, side, tuple((usual[side] | idle).items()))
-    monkeypatch.setattr(channels, "LEAVE_AFTER_MS", 1000)
+def test_a_connection_without_calls_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = dict(channels._SERVER_OPTIONS)
+    assert usual[IDLE] <= 60_000
+    monkeypatch.setattr(channels, "_SERVER_OPTIONS", tuple((usual | {IDLE: 1000}).items()))
 
-
-@pytest.mark.usefixtures("short_rests")
-def test_a_connection_without_calls_is_closed() -> None:
     async def body() -> None:
         server, address = await start_server(lambda server: None)
         host, _, port = address.rpartition(":")
@@ -134,29 +122,12 @@ def test_a_connection_without_calls_is_closed() -> None:
     run_quiet(body())
 
 
-@pytest.mark.usefixtures("short_rests")
-def test_our_own_connections_to_a_peer_leave_before_they_are_closed_after_every_rest(
-    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_no_connection_of_ours_to_a_peer_rests_until_it_is_closed() -> None:
     """gRPC writes "Got goaway" of a connection that a server ends, and a call may meet that end."""
-
-    async def body() -> None:
-        service = PeerServer(identity(), post=lambda event: None, pieces={"piece": b"bytes"}, config=FAST)
-        server, address = await start_server(lambda server: add_peer_service(service, server))
-        link, source = PeerLink(address, identity(), channels.INSECURE), GrpcByteSource()
-        for rest_s in (0.0, 2.5, 0.99, 1.0, 1.01, 2.5):  # also at the moment at which it leaves
-            await asyncio.sleep(rest_s)
-            async with link.in_use():
-                await link.hello(again=True)
-            assert await asyncio.to_thread(read_whole, source, address, "piece", monotonic() + WAIT_LIMIT_S) == b"bytes"
-        await until(lambda: num_connections_at(address) == 0)
-        await link.close()
-        source.close()
-        await server.stop(0)
-
-    run_quiet(body())
-    assert not caplog.records
-    assert "goaway" not in capfd.readouterr().err.lower(), "gRPC may have other things to say"
+    ours_ms = dict(channels._CHANNEL_OPTIONS)[CLIENT_IDLE]
+    assert 2 * ours_ms <= dict(channels._SERVER_OPTIONS)[IDLE]
+    asked_after_s = presence.AGAIN_S * (1.0 + presence._SPREAD / 2) + presence.LOOK_S + presence.PROBE_INTERVAL_S
+    assert 1000 * max(asked_after_s + LONGEST_HELLO_S, lanes.IDLE_S) < ours_ms
 
 
 def num_connections_at(address: str) -> int:
