@@ -21,12 +21,10 @@ _UNREACHED = frozenset(("UNAVAILABLE", "DEADLINE_EXCEEDED"))  # others are answe
 _WHERE = "look at MTU, firewalls and load between the two"
 _SPEAKS = "answers, and its KV does not come"
 _SILENT = "sent no KV before it went down"  # which a network may be the cause of that lets small messages through
-FORGET_S = 60.0  # without a hand-off: workers that restart come back under new addresses
 
 
 @dataclass(slots=True)
 class _Peer:
-    used_s: float = 0.0
     failed_s: float | None = None
     no_kv_s: float | None = None  # its KV did not come
     no_kv: str | None = None  # why not, unless some came since
@@ -47,10 +45,6 @@ class PeerBook:
 
     def __init__(self) -> None:
         self._peers: dict[str, _Peer] = {}
-
-    def use(self, peer: str, now_s: float) -> None:
-        """A hand-off goes there."""
-        self._of(peer).used_s = now_s
 
     def failed(self, peer: str, why: str, now_s: float, *, refuses: bool = False) -> None:
         """It cannot be used. Said when it is news: that it is not heard is found out in several ways, one after the other."""
@@ -163,9 +157,9 @@ class PeerBook:
             if one.why is not None
         }
 
-    def unused(self, now_s: float) -> list[str]:
-        """Peers without a new hand-off for a while."""
-        return [peer for peer, known in self._peers.items() if now_s - known.used_s > FORGET_S]
+    def known(self) -> list[str]:
+        """Peers of which it has anything, those never spoken to as well."""
+        return list(self._peers)
 
     def forget(self, peer: str) -> None:
         """As if it had never been there."""

@@ -130,7 +130,7 @@ class GrpcPeerClient:
         and those that are new, or failed, or were not heard for a while, are asked whether they are there."""
         if not self._closed:
             self._presence.offer(peers)
-            self._forget([peer for peer in self._book.whys() if peer not in peers])
+            self._forget(peer for peer in self._book.known() if peer not in peers)
 
     async def aclose(self) -> None:
         """End every stream, close every channel, stop every task. Posts nothing more."""
@@ -153,9 +153,6 @@ class GrpcPeerClient:
         if self._closed:
             return
         assert handoff not in self._streams, f"{handoff} is open already"
-        now_s = monotonic()
-        self._book.use(peer, now_s)
-        self._forget(self._book.unused(now_s))
         stream = PeerStream(peer, message, self._config)
         self._streams[handoff] = stream
         self._start(self._run(handoff, stream))

@@ -225,14 +225,12 @@ def test_one_that_is_silent_is_asked_one_question_at_a_time(monkeypatch: pytest.
     assert most == 2
 
 
-def test_one_is_kept_without_hand_offs_while_it_is_offered_and_forgotten_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_is_kept_without_hand_offs_while_it_is_offered_and_forgotten_then() -> None:
     async def body() -> None:
-        monkeypatch.setattr("jdisagg.api.peer.book.FORGET_S", 0.1)
         offered, other, d = Prefill(identity()), Prefill(identity()), Decode()
         addresses = [await p.start() for p in (offered, other)]
         d.client.offer(frozenset(addresses))
         await until(lambda: all(d.usable(address) for address in addresses))
-        await asyncio.sleep(0.2)
         d.client.open(addresses[1], H1, opening("r1"))
         await until(other.opened)
         assert set(d.client.failures()) == set(addresses)

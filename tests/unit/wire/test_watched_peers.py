@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import socket
 
+import grpc
 import pytest
 
 from jdisagg.handoff.messages import Accepted, HandoffId
@@ -92,29 +93,29 @@ def test_a_connection_that_cannot_be_replaced_does_not_end_the_questions(
     assert bugs == ["a bug of gRPC"] * (num_fails if closes else 1)
 
 
-def test_peers_that_nobody_asks_any_more_are_forgotten_with_their_connections(monkeypatch: pytest.MonkeyPatch):
+def test_peers_that_nobody_asks_any_more_are_forgotten_with_their_connections():
     async def body() -> None:
-        monkeypatch.setattr("jdisagg.api.peer.book.FORGET_S", 0.2)
-        watched, old, new, d = Prefill(identity()), Prefill(identity()), Prefill(identity()), Decode()
-        addresses = [await p.start() for p in (watched, old, new)]
+        watched, old, d = Prefill(identity()), Prefill(identity()), Decode()
+        addresses = [await p.start() for p in (watched, old)]
         d.client.watch((addresses[0],))
         d.client.open(addresses[1], H1, opening())
-        await until(old.opened)
-        await asyncio.sleep(0.3)
-        d.client.open(addresses[2], H2, opening())
-        await until(new.opened)
+        d.client.no_kv("never spoken to", "its fetches stalled")
+        await until(lambda: old.opened() and d.usable(addresses[0]))
+        assert d.client.is_doubtful("never spoken to")
+        d.client.offer(frozenset())
         assert set(d.client.failures()) == set(addresses), "a hand-off is open there"
+        assert not d.client.is_doubtful("never spoken to")
+        link = d.client._links.of(addresses[1])
         d.client.close(H1)
-        await until(lambda: len(d.client._streams) == 1)
-        d.client.open(addresses[2], HandoffId("r", 3), opening())
-        await until(lambda: len(new.opened()) == 2)
-        assert set(d.client.failures()) == {addresses[0], addresses[2]}
-        assert d.client._links.find(addresses[1]) is None
+        await until(lambda: not d.client._streams)
+        d.client.offer(frozenset())
+        assert set(d.client.failures()) == {addresses[0]}
+        await until(lambda: link._channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN)
         await until(lambda: not d.client._links._retiring)
-        d.client.open(addresses[1], HandoffId("r", 4), opening())
+        d.client.open(addresses[1], H2, opening())
         await until(lambda: len(old.opened()) == 2)
         await d.client.aclose()
-        for p in (watched, old, new):
+        for p in (watched, old):
             await p.server.stop(0)
 
     run_quiet(body())
