@@ -28,9 +28,8 @@ from jdisagg.api.peer.piece_server import PieceServer
 from jdisagg.api.peer.posts import Post, Posts
 from jdisagg.api.peer.reply import StreamReply
 from jdisagg.api.peer.shared_pulse import Listener, SharedPulse
-from jdisagg.api.pulse import Pulse
 from jdisagg.api.status_details import end_call
-from jdisagg.api.tasks import cancel_and_wait
+from jdisagg.api.tasks import cancel_and_wait, first_of
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import HandoffLost, InvalidRequest, OtherProcess, RequestError, Unavailable
 from jdisagg.core.latest import remember
@@ -194,16 +193,13 @@ class PeerServer(PieceServer):
         return opened, pulse
 
     async def _first(self, requests: AsyncIterator[peer_pb2.PrefillRequest]) -> peer_pb2.PrefillRequest | None:
-        """The first message, an empty one when there is none; None when D was silent for `dead_after_s`, see Pulse."""
-        pulse = Pulse(heartbeat_s=self._config.heartbeat_s, dead_after_s=self._config.dead_after_s)
+        """The first message, an empty one when there is none; None when D was silent for `dead_after_s`."""
         first = asyncio.ensure_future(anext(requests, peer_pb2.PrefillRequest()))
-        silence = asyncio.create_task(pulse.run(lambda: None))
         try:
-            await asyncio.wait({first, silence}, return_when=asyncio.FIRST_COMPLETED)
+            await first_of(first, timeout_s=self._config.dead_after_s)
             return first.result() if first.done() else None
         finally:
             first.cancel()
-            silence.cancel()
 
     async def _converse(
         self,
