@@ -13,3 +13,8 @@ def ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     except ValueError:
         return None
     return address if isinstance(address, ipaddress.IPv4Address) else address.ipv4_mapped or address
+
+
+def is_loopback(host: str) -> bool:
+    """Whether it is an address of the machine's own that only itself reaches; no name is."""
+    return (address := ip_of(host)) is not None and address.is_loopback

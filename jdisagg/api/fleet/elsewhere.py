@@ -6,7 +6,7 @@ import socket
 from ipaddress import IPv4Address, IPv6Address
 from urllib.parse import unquote
 
-from jdisagg.api.ip import ip_of
+from jdisagg.api.ip import ip_of, is_loopback
 from jdisagg.core.host_names import Address, is_own
 
 
@@ -14,17 +14,12 @@ def nobody_reaches(address: str, caller: str) -> str:
     """What to change where a worker at the loopback `address` calls from another machine, "" where all is well; `caller` as
     gRPC names it, like ipv4:10.0.0.7:41234."""
     host, there = address.rpartition(":")[0], _caller_ip(caller)
-    if not _is_loopback(host) or there is None or there.is_loopback or _is_ours(there):
+    if not (host == "localhost" or is_loopback(host)) or there is None or there.is_loopback or _is_ours(there):
         return ""
     return (
         f"it is on another host ({there}) and registered as {address}: for everybody else {host} is their own machine; start "
         f"it with --host 0.0.0.0 (or ::) and --advertise-host {there}, or whichever address or name others reach it by"
     )
-
-
-def _is_loopback(host: str) -> bool:
-    address = ip_of(host)
-    return host == "localhost" if address is None else address.is_loopback
 
 
 def _caller_ip(caller: str) -> IPv4Address | IPv6Address | None:

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from jdisagg.api.generation.token_engine import TokenEngine
 from jdisagg.api.http.errors import plain_error
 from jdisagg.api.http.version import package_version
-from jdisagg.api.ip import ip_of
+from jdisagg.api.ip import is_loopback
 from jdisagg.core.metrics import CONTENT_TYPE
 
 FORWARDED = ("x-forwarded-for", "forwarded", "via")  # by which a proxy says that it is one
@@ -47,7 +47,7 @@ class Operations:
     async def debug_state(self, request: Request) -> Response:
         """The engine's state, for clients on this machine only, and not for those of a proxy on it."""
         forwarded = any(name in request.headers for name in FORWARDED)
-        if forwarded or request.client is None or not _is_loopback(request.client.host):
+        if forwarded or request.client is None or not is_loopback(request.client.host):
             return plain_error(403, "/debug/state is served to loopback clients only; ask from the machine itself")
         return JSONResponse(await self._engine.debug_state())
 
@@ -71,9 +71,3 @@ def _answer(good: bool, otherwise: str, reason: str) -> Response:
     if good:
         return JSONResponse({"status": "ok"})
     return JSONResponse({"status": otherwise, "reason": reason}, status_code=503, headers={"retry-after": "1"})
-
-
-def _is_loopback(host: str) -> bool:
-    """Other servers of the application may name clients otherwise than by an address."""
-    address = ip_of(host)
-    return address is not None and address.is_loopback
