@@ -29,11 +29,10 @@ class _Connection:
 
 @dataclass(slots=True, eq=False)
 class _Reading:
-    """One read: its connection, once it has one; `dropped` when its peer has fallen silent meanwhile."""
+    """One read: its connection, once it has one."""
 
     peer: str
     connection: _Connection | None = None
-    dropped: bool = False
 
 
 class TcpSource:
@@ -82,25 +81,16 @@ class TcpSource:
             with self._lock:
                 self._readings.discard(reading)
 
-    def drop(self, peer: str) -> None:
-        """The peer has fallen silent: reads from it end with ConnectionError now, later ones connect anew. Any thread."""
-        with self._lock:
-            idle = self._idle.pop(peer, [])
-            for reading in self._readings:
-                if reading.peer == peer:
-                    reading.dropped = True
-                    if reading.connection is not None:
-                        hang_up(reading.connection.socket)  # its reader closes it
-        for connection in idle:
-            connection.socket.close()
-
     def close(self) -> None:
-        """Close every connection; reads in progress fail."""
+        """Close every connection; reads in progress end with ConnectionError."""
         with self._lock:
             self._closed = True
-            peers = {*self._idle, *(reading.peer for reading in self._readings)}
-        for peer in peers:
-            self.drop(peer)
+            kept, self._idle = [connection for idle in self._idle.values() for connection in idle], {}
+            for reading in self._readings:
+                if reading.connection is not None:
+                    hang_up(reading.connection.socket)  # its reader closes it
+        for connection in kept:
+            connection.socket.close()
 
     # --- connections
 
@@ -132,8 +122,8 @@ class TcpSource:
             except OSError as broken:
                 why = f"does not answer: {broken}"
             self._give_up(reading)
-            if is_fresh or reading.dropped:
-                raise (ConnectionError if reading.dropped else kind)(f"{reading.peer} {why}")
+            if is_fresh or self._closed:
+                raise (ConnectionError if self._closed else kind)(f"{reading.peer} {why}")
 
     def _take_kept(self, reading: _Reading, locator: Locator) -> _Connection | None:
         with self._lock:
@@ -155,11 +145,11 @@ class TcpSource:
     def _enter(self, reading: _Reading, connection: _Connection) -> _Connection:
         """A new connection is the reading's from now on."""
         with self._lock:
-            if not (self._closed or reading.dropped):
+            if not self._closed:
                 reading.connection = connection
                 return connection
         connection.socket.close()
-        raise ConnectionError("the source is closed" if self._closed else f"{reading.peer} fell silent")
+        raise ConnectionError("the source is closed")
 
     def _forget(self, peer: str) -> None:
         """Close the peer's kept connections."""
@@ -171,7 +161,7 @@ class TcpSource:
     def _keep(self, reading: _Reading) -> None:
         """The read is over and nothing is left on its connection."""
         with self._lock:
-            if reading.connection is not None and not (self._closed or reading.dropped):
+            if reading.connection is not None and not self._closed:
                 reading.connection.kept_s = monotonic()
                 self._idle.setdefault(reading.peer, []).append(reading.connection)
                 reading.connection = None

@@ -76,7 +76,7 @@ def test_a_machine_that_has_no_connection_left_says_nothing_of_its_peer(
 
 
 @pytest.mark.covers("X14")
-def test_a_silent_peer_costs_the_deadline_and_drop_ends_the_wait(source: TcpSource) -> None:
+def test_a_silent_peer_costs_the_deadline_and_close_ends_the_wait(source: TcpSource) -> None:
     with socket.create_server((HOST, 0)) as silent:
         locator = str(Locator(HOST, silent.getsockname()[1], b"s" * 16, 1))
         began_s = time.monotonic()
@@ -87,7 +87,7 @@ def test_a_silent_peer_costs_the_deadline_and_drop_ends_the_wait(source: TcpSour
 
     with socket.create_server((HOST, 0)) as silent:
         locator = str(Locator(HOST, silent.getsockname()[1], b"s" * 16, 1))
-        asked = threading.Thread(target=keep_silent, args=(silent, b"", lambda: source.drop("p")))
+        asked = threading.Thread(target=keep_silent, args=(silent, b"", source.close))
         asked.start()
         began_s = time.monotonic()
         with pytest.raises(ConnectionError):
@@ -150,11 +150,11 @@ def test_a_kept_connection_on_which_nothing_comes_is_replaced(
         other_end.close()
 
 
-def test_drop_ends_a_read_that_waits_on_a_kept_connection(source: TcpSource) -> None:
+def test_close_ends_a_read_that_waits_on_a_kept_connection(source: TcpSource) -> None:
     """It must not connect again to a peer that stands still, whose kernel accepts."""
     with socket.create_server((HOST, 0)) as silent:
         locator = Locator(HOST, silent.getsockname()[1], b"s" * 16, 1)
-        serving = threading.Thread(target=keep_silent, args=(silent, REPLY.pack(4) + b"once", lambda: source.drop("p")))
+        serving = threading.Thread(target=keep_silent, args=(silent, REPLY.pack(4) + b"once", source.close))
         serving.start()
         assert read(source, str(locator)) == b"once"
         began_s = time.monotonic()
@@ -203,7 +203,7 @@ def test_a_reader_that_stands_still_is_hung_up_on_and_holds_up_nobody(
     with socket.create_connection((HOST, locator.port), timeout=5) as stuck:
         stuck.sendall(REQUEST.pack(locator.secret, locator.number))
         assert read(source, store.put("k", b"data")) == b"data"
-        source.drop("p")  # its thread ends
+        source.close()  # its thread ends
         assert ends("tcp-serve")
 
 
