@@ -119,9 +119,7 @@ class PrefillRole:
         self._execute(self._handoffs.open(handoff, opening, now_s, opened.peer), now_s)
 
     def _change_backend(self, failed: PublishFailed) -> None:
-        """The hand-off goes on over the next backend that both sides have, if there is one and it is the backend's fault."""
-        if failed.reason == "buffer_full":
-            return
+        """The hand-off goes on over the next backend that both sides have, if there is one."""
         if other := self._publishers.give_up(failed.handoff, failed.backend):
             self._metrics.fleet.recoveries.labels(rung="other_backend").inc()
             log.warning(

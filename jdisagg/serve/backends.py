@@ -77,18 +77,16 @@ class PrefillBackends:
                 self._endpoints[name] = join_address(*store.address)
                 return self._carrying(name, store)
             case "jax":
-                core, config = self._core, self._core.config.transfer
+                core = self._core
                 servers = TransferServers(jax.local_devices(), self._host)
-                cutter = Cutter(core.runner.device.empty_piece().arrays, checksums=config.checksums)
+                cutter = Cutter(core.runner.device.empty_piece().arrays, checksums=core.config.transfer.checksums)
                 self.num_executables += cutter.warm_up()
-                return jax_publisher(servers, cutter, core.inbox.post, max_bytes=config.transfer_buffer_bytes)
+                return jax_publisher(servers, cutter, core.inbox.post)
         raise AssertionError(f"no transfer backend is called {name!r}")
 
     def _carrying(self, name: str, store: ByteStore) -> Publisher:
         """A publisher of bytes."""
-        config = self._core.config.transfer
-        max_bytes, checksums = config.transfer_buffer_bytes, config.checksums
-        return host_publisher(name, store, self._core.inbox.post, max_bytes=max_bytes, checksums=checksums)
+        return host_publisher(name, store, self._core.inbox.post, checksums=self._core.config.transfer.checksums)
 
 
 class DecodeBackends:

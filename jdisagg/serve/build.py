@@ -130,9 +130,7 @@ def _borrowed(deployment: Deployment, credentials: Credentials) -> Fetcher:
 def _lent(deployment: Deployment) -> Publisher:
     """D's gRPC server offers what is lent."""
     core, pieces = deployment.core, PieceStore()
-    config = core.config.transfer
-    max_bytes = config.transfer_buffer_bytes
-    publisher = host_publisher("grpc", pieces, core.inbox.post, max_bytes=max_bytes, checksums=config.checksums)
+    publisher = host_publisher("grpc", pieces, core.inbox.post, checksums=core.config.transfer.checksums)
     deployment.peer_server = PieceServer(pieces)
     deployment.closers.append(publisher.close)
     return publisher

@@ -55,9 +55,9 @@ class ByteSource(Protocol):
         ...
 
 
-def host_publisher(name: str, store: ByteStore, post: Post, *, max_bytes: int, checksums: bool = True) -> LanePublisher:
+def host_publisher(name: str, store: ByteStore, post: Post, *, checksums: bool = True) -> LanePublisher:
     """P's half; `checksums=False` saves the hash on trusted networks."""
-    return LanePublisher(name, _Copies(name, store, checksums=checksums), post, max_bytes=max_bytes)
+    return LanePublisher(name, _Copies(name, store, checksums=checksums), post)
 
 
 class _Copies:

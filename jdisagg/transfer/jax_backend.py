@@ -70,9 +70,9 @@ class Locator:
         return locator
 
 
-def jax_publisher(servers: TransferServers, cutter: Cutter, post: Post, *, max_bytes: int) -> LanePublisher:
+def jax_publisher(servers: TransferServers, cutter: Cutter, post: Post) -> LanePublisher:
     """P's half."""
-    return LanePublisher(NAME, _Cuts(servers, cutter), post, max_bytes=max_bytes)
+    return LanePublisher(NAME, _Cuts(servers, cutter), post)
 
 
 class _Cuts:

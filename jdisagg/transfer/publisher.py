@@ -1,7 +1,7 @@
 """P's half of every backend that moves data: what is published waits in a thread of its own to become an offer.
 
-    engine thread    publish -> room taken -> | lane: put -> Published, or PublishFailed and the room back
-                     discard -> room back  -> | lane: discard
+    engine thread    publish -> bytes counted -> | lane: put -> Published, or PublishFailed and the bytes gone
+                     discard -> bytes gone    -> | lane: discard
 
 A backend is what `put` makes of a piece. The lane runs both in the order in which they were asked for, so that nothing is
 stored for a piece after it was discarded.
@@ -43,14 +43,13 @@ class Offers(Protocol):
 
 
 class LanePublisher:
-    """A backend's Publisher. Holds at most `max_bytes`, or a single larger piece."""
+    """A backend's Publisher."""
 
-    def __init__(self, name: str, offers: Offers, post: Post, *, max_bytes: int) -> None:
+    def __init__(self, name: str, offers: Offers, post: Post) -> None:
         """`name`: the backend's."""
         self.name = name
         self._offers = offers
         self._post = post
-        self._max_bytes = max_bytes
         # No lock: both threads write, single dict operations only.
         self._sizes: dict[str, int] = {}  # from publish to discard
         self._queued: dict[str, Piece] = {}  # until the lane has come to them: one that is discarded leaves the device at once
@@ -59,11 +58,7 @@ class LanePublisher:
     def publish(self, handoff: HandoffId, key: str, piece: Piece) -> None:
         """Make the piece fetchable on the transfer thread; answers Published or PublishFailed, nothing once discarded."""
         assert piece.begin < piece.end, f"piece [{piece.begin}, {piece.end}) of {handoff} is empty"
-        num_bytes, used = num_bytes_of(piece), self.num_buffered_bytes
-        if used and used + num_bytes > self._max_bytes:
-            self._fail(handoff, key, piece, "buffer_full")
-            return
-        self._sizes[key], self._queued[key] = num_bytes, piece
+        self._sizes[key], self._queued[key] = num_bytes_of(piece), piece
         self._lane.submit(lambda: self._put(handoff, key))
 
     def _put(self, handoff: HandoffId, key: str) -> None:
@@ -77,13 +72,11 @@ class LanePublisher:
             log.log(level, "%s: publishing piece [%d, %d) of %s: %r", *told, exc_info=level > logging.WARNING)
             self._offers.discard(key)
             self._sizes.pop(key, None)
-            self._fail(handoff, key, piece, f"device: {error}")
+            begin, end, reason = piece.begin, piece.end, f"device: {error}"
+            self._post(PublishFailed(handoff=handoff, key=key, begin=begin, end=end, reason=reason, backend=self.name))
             return
         if key in self._sizes:
             self._post(Published(handoff=handoff, ready=ready, stays_tokens=stays_tokens))
-
-    def _fail(self, handoff: HandoffId, key: str, piece: Piece, reason: str) -> None:
-        self._post(PublishFailed(handoff=handoff, key=key, begin=piece.begin, end=piece.end, reason=reason, backend=self.name))
 
     def discard(self, key: str) -> None:
         """Free the piece; one that is put or offered, behind whatever the transfer thread is doing."""

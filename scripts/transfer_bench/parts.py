@@ -65,10 +65,10 @@ def make_publisher(form: Form, post: Post) -> tuple[Publisher, PieceStore]:
     store = PieceStore()
     if form.backend != "jax":
         kept = {"grpc": lambda: store, "shm": ShmStore, "tcp": lambda: TcpStore(HOST)}[form.backend]()
-        return host_publisher(form.backend, kept, post, max_bytes=BUFFER_BYTES, checksums=form.checksums), store
+        return host_publisher(form.backend, kept, post, checksums=form.checksums), store
     cutter = Cutter([device_piece(form.tokens)], checksums=form.checksums)
     cutter.warm_up()
-    return jax_publisher(TransferServers(jax.devices(), HOST), cutter, post, max_bytes=BUFFER_BYTES), store
+    return jax_publisher(TransferServers(jax.devices(), HOST), cutter, post), store
 
 
 def make_fetcher(form: Form, post: Post) -> Fetcher:

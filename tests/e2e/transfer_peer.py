@@ -47,7 +47,6 @@ LAYERS, HEADS = 2, 8
 PART_BYTES = 2**20
 SHORT_OFFER_S = 6.0  # what is never pulled is to be gone within a test
 PATIENT_S = 10.0  # without a byte: the other process may stand still
-BUFFER_BYTES = 64 * 2**20
 NP_DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
@@ -119,15 +118,15 @@ class Half:
         post = self.events.put
         if backend == "jax":
             cutter = self.cutter(tp, dtype, chunk, features, checksums)
-            self.publisher = jax_publisher(self.transfer, cutter, post, max_bytes=BUFFER_BYTES)
+            self.publisher = jax_publisher(self.transfer, cutter, post)
         elif backend == "shm":
-            self.publisher = host_publisher(backend, ShmStore(), post, max_bytes=BUFFER_BYTES, checksums=checksums)
+            self.publisher = host_publisher(backend, ShmStore(), post, checksums=checksums)
         elif backend == "tcp":
             store = TcpStore("127.0.0.1")
-            self.publisher = host_publisher(backend, store, post, max_bytes=BUFFER_BYTES, checksums=checksums)
+            self.publisher = host_publisher(backend, store, post, checksums=checksums)
         else:
             self.store = PieceStore()
-            self.publisher = host_publisher(backend, self.store, post, max_bytes=BUFFER_BYTES, checksums=checksums)
+            self.publisher = host_publisher(backend, self.store, post, checksums=checksums)
             self._server = grpc.server(futures.ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
             peer_pb2_grpc.add_PeerServiceServicer_to_server(Fetches(self.store), self._server)
             self.peer = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"

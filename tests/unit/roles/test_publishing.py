@@ -60,17 +60,6 @@ def test_a_handoff_whose_piece_cannot_be_published_goes_on_over_the_next_backend
     assert said in caplog.messages
 
 
-def test_a_full_buffer_is_no_fault_of_the_backend() -> None:
-    world = two_backends()
-    fast, slow = world.publishers
-    fast.trouble = ["buffer_full"]
-    serve(world)
-    assert sorted(fast.published) == sorted([PIECES[0], *PIECES]), "once more"
-    assert slow.published == []
-    assert read(world.prefill.metrics, "transfer_failures_total", backend="fast", reason="publish") == 1
-    assert recoveries(world) == 0
-
-
 def test_who_cannot_publish_loses_the_handoff_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
     world = World(local_prefill=False)
     world.publishers[0].trouble = ["disk full"] * (MAX_PUBLISH_FAILURES + 1)

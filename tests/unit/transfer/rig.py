@@ -36,7 +36,6 @@ from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 from tests.unit.transfer.fake import FakeFetcher, FakeNetwork, FakePublisher
 
 LAYERS, CHUNK_TOKENS, HEADS, FEATURES = 2, 8, 4, 6
-MAX_BYTES = 1 << 20
 H = HandoffId("r", 1)
 NP_DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
@@ -136,7 +135,6 @@ class Rig:
     kind: str
     peer: str = "peer"
     p_dtype: str | None = None  # None = D's
-    max_bytes: int = MAX_BYTES  # that P publishes
     events: queue.SimpleQueue[TransferEvent] = field(default_factory=queue.SimpleQueue)
     network: FakeNetwork = field(default_factory=FakeNetwork)
     store: PieceStore = field(default_factory=PieceStore)
@@ -164,22 +162,22 @@ class Rig:
                 example = KVGroup(piece(tokens(CHUNK_TOKENS)).data)
                 self.fetcher = device_put_fetcher(publisher, target, post, example)
             case "grpc":
-                self.publisher = host_publisher("grpc", self.store, post, max_bytes=self.max_bytes)
+                self.publisher = host_publisher("grpc", self.store, post)
                 self.fetcher = host_fetcher("grpc", LocalSource(self.store), target, post)
             case "grpc-loopback":
-                self.publisher = host_publisher("grpc", self.store, post, max_bytes=self.max_bytes)
+                self.publisher = host_publisher("grpc", self.store, post)
                 self.fetcher = host_fetcher("grpc", self._serve(), target, post)
             case "shm":
-                self.publisher = host_publisher("shm", ShmStore(), post, max_bytes=self.max_bytes)
+                self.publisher = host_publisher("shm", ShmStore(), post)
                 self.fetcher = host_fetcher("shm", ShmSource(), target, post)
             case "tcp":
-                self.publisher = host_publisher("tcp", TcpStore("127.0.0.1"), post, max_bytes=self.max_bytes)
+                self.publisher = host_publisher("tcp", TcpStore("127.0.0.1"), post)
                 source = TcpSource()
                 self.cleanups.append(source.close)
                 self.fetcher = host_fetcher("tcp", source, target, post)
             case "jax":
                 ours, theirs = transfer_servers()
-                self.publisher = jax_publisher(ours, cutter(self.p_dtype or dtype), post, max_bytes=self.max_bytes)
+                self.publisher = jax_publisher(ours, cutter(self.p_dtype or dtype), post)
                 self.fetcher = jax_fetcher(theirs, joiner(dtype, chunk_tokens, heads), target, post)
         return self
 

@@ -13,7 +13,7 @@ from jdisagg.transfer.drill import KeepingPublisher, TransferDrill
 from jdisagg.transfer.faulty import FaultyByteSource
 from jdisagg.transfer.host_backend import host_fetcher, host_publisher
 from jdisagg.transfer.lanes import LaneFetcher
-from tests.unit.transfer.rig import MAX_BYTES, TARGET, LocalSource, Rig, piece, tokens
+from tests.unit.transfer.rig import TARGET, LocalSource, Rig, piece, tokens
 
 CHUNK = ChunkReady(key="k", begin=0, end=4, shape=(1, 4, 1, 2), dtype="float32", num_bytes=32, checksum=1)
 
@@ -35,7 +35,7 @@ def test_every_second_read_is_scrambled_and_noticed_by_its_checksum() -> None:
     rig, drill = Rig("grpc"), TransferDrill(Drill(rates={"scramble": 0.5}))
     source = drill.byte_source(LocalSource(rig.store))
     assert isinstance(source, FaultyByteSource)
-    rig.publisher = host_publisher("grpc", rig.store, rig.events.put, max_bytes=MAX_BYTES)
+    rig.publisher = host_publisher("grpc", rig.store, rig.events.put)
     rig.fetcher = host_fetcher("grpc", source, TARGET, rig.events.put)
     ready = rig.published("k", piece(tokens(5)))
     events = []
@@ -49,7 +49,7 @@ def test_every_second_read_is_scrambled_and_noticed_by_its_checksum() -> None:
 
 def test_without_checksums_a_scrambled_piece_is_taken_for_a_good_one() -> None:
     rig, drill = Rig("grpc"), TransferDrill(Drill(rates={"scramble": 1.0}))
-    rig.publisher = host_publisher("grpc", rig.store, rig.events.put, max_bytes=MAX_BYTES, checksums=False)
+    rig.publisher = host_publisher("grpc", rig.store, rig.events.put, checksums=False)
     rig.fetcher = host_fetcher("grpc", drill.byte_source(LocalSource(rig.store)), TARGET, rig.events.put)
     sent = tokens(5)
     got = np.asarray(rig.arrived(rig.published("k", piece(sent))).piece.data)[:, :5]
@@ -61,7 +61,7 @@ def test_without_checksums_a_scrambled_piece_is_taken_for_a_good_one() -> None:
 def test_a_publisher_that_ignores_leases_keeps_everything() -> None:
     rig, drill = Rig("grpc").start(), TransferDrill(Drill(rates={"leases_ignored": 1.0}))
     rig.publisher.close()
-    rig.publisher = drill.publisher(host_publisher("grpc", rig.store, rig.events.put, max_bytes=MAX_BYTES))
+    rig.publisher = drill.publisher(host_publisher("grpc", rig.store, rig.events.put))
     assert isinstance(rig.publisher, KeepingPublisher)
     ready = rig.published("k", piece(tokens(5)))
     rig.publisher.discard("k")

@@ -16,7 +16,7 @@ from jdisagg.transfer.base import PieceArrived, PieceFailed, PublishFailed
 from jdisagg.transfer.faulty import Fault, FaultyByteSource, FaultyFetcher
 from jdisagg.transfer.host_backend import host_fetcher, host_publisher
 from tests.unit.transfer.fake import FakeFetcher
-from tests.unit.transfer.rig import FEATURES, HEADS, LAYERS, MAX_BYTES, TARGET, H, LocalSource, Rig, piece, tokens
+from tests.unit.transfer.rig import FEATURES, HEADS, LAYERS, TARGET, H, LocalSource, Rig, piece, tokens
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_late_and_duplicate_events(rig: Rig) -> None:
 )
 def test_spoiled_bytes_are_noticed_by_the_grpc_fetcher(fault: Fault, reason: str) -> None:
     rig = Rig("grpc")
-    rig.publisher = host_publisher("grpc", rig.store, rig.events.put, max_bytes=MAX_BYTES)
+    rig.publisher = host_publisher("grpc", rig.store, rig.events.put)
     rig.fetcher = host_fetcher("grpc", FaultyByteSource(LocalSource(rig.store), [fault]), TARGET, rig.events.put)
     sent = tokens(5)
     ready = rig.published("k", piece(sent))
@@ -86,7 +86,7 @@ def test_a_wrong_announcement_is_not_believed() -> None:
 def test_without_checksums_the_announcement_says_none() -> None:
     rig = Rig("grpc").start()
     rig.publisher.close()
-    rig.publisher = host_publisher("grpc", rig.store, rig.events.put, max_bytes=MAX_BYTES, checksums=False)
+    rig.publisher = host_publisher("grpc", rig.store, rig.events.put, checksums=False)
     ready = rig.published("k", piece(tokens(5)))
     assert ready.checksum == 0
     rig.arrived(ready)
@@ -95,7 +95,7 @@ def test_without_checksums_the_announcement_says_none() -> None:
 
 def test_a_stalled_peer_does_not_hold_up_another(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig("grpc")
-    rig.publisher = host_publisher("grpc", rig.store, rig.events.put, max_bytes=MAX_BYTES)
+    rig.publisher = host_publisher("grpc", rig.store, rig.events.put)
     begun, goes_on = threading.Event(), threading.Event()
 
     def stalled(_: float) -> None:

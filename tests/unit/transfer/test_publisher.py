@@ -50,7 +50,7 @@ class Rig:
     def __init__(self) -> None:
         self.offers = Noted()
         self.posted = queue.SimpleQueue[TransferEvent]()
-        self.publisher = LanePublisher("noted", self.offers, self.posted.put, max_bytes=2 * PIECE_BYTES)
+        self.publisher = LanePublisher("noted", self.offers, self.posted.put)
 
     def publish(self, *keys: str) -> None:
         for key in keys:
@@ -128,19 +128,6 @@ def test_whatever_putting_a_piece_raises_fails_it_alone(
     assert rig.offers.told == ["put a", "discard a", "put b"]
     assert [record.levelno for record in caplog.records] == [level]
     assert ("Traceback" in caplog.text) == traceback
-    rig.publisher.close()
-
-
-def test_what_finds_no_room_fails_at_once_and_room_comes_back_with_a_discard() -> None:
-    rig = Rig()
-    rig.publish("a", "b", "c")
-    answers = {event.handoff.request_id: event for event in (rig.answer() for _ in range(3))}
-    refused = answers["c"]
-    assert isinstance(refused, PublishFailed)
-    assert refused.reason == "buffer_full"
-    rig.publisher.discard("a")
-    rig.publish("d")
-    assert isinstance(rig.answer(), Published)
     rig.publisher.close()
 
 

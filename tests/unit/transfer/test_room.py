@@ -1,4 +1,4 @@
-"""A publisher's bytes are bounded, and a piece that is given up while its bytes are made leaves none."""
+"""What of a piece stays on the device, and that one that is given up while its bytes are made leaves none."""
 
 from __future__ import annotations
 
@@ -9,16 +9,6 @@ import pytest
 from jdisagg.transfer import host_backend
 from jdisagg.transfer.base import Piece, Published
 from tests.unit.transfer.rig import H, Rig, piece, tokens
-
-
-@pytest.mark.parametrize("kind", ["grpc", "tcp", "shm", "jax"])
-def test_a_full_publisher_fails_the_piece_at_once_and_takes_the_next_when_it_has_room(kind: str) -> None:
-    rig = Rig(kind, max_bytes=1).start()
-    rig.published("k", piece(tokens(5)))
-    assert rig.publish_failed("k2", piece(tokens(5))).reason == "buffer_full"
-    rig.publisher.discard("k")
-    rig.published("k3", piece(tokens(5)))
-    rig.close()
 
 
 @pytest.mark.parametrize(("kind", "stays_tokens"), [("grpc", (0, 0)), ("tcp", (0, 0)), ("shm", (0, 0)), ("jax", (1, 8))])

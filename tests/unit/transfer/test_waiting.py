@@ -67,7 +67,7 @@ def test_however_many_peers_send_no_more_pieces_lie_on_the_device_than_it_has_ro
 def test_what_comes_over_several_backends_shares_the_room() -> None:
     target = replace(TARGET, room=Room(CHUNK_TOKENS))
     posted, store = queue.SimpleQueue[TransferEvent](), PieceStore()
-    publisher = host_publisher("grpc", store, posted.put, max_bytes=2**20)
+    publisher = host_publisher("grpc", store, posted.put)
     fetchers = [host_fetcher(name, LocalSource(store), target, posted.put) for name in ("one", "two")]
     readies = []
     for key in "ab":
