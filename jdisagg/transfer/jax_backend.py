@@ -12,10 +12,11 @@ one slab a device is copied nowhere: what the gather made is offered, and what a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -111,9 +112,13 @@ class _Cuts:
 def jax_fetcher(servers: TransferServers, joiner: Joiner, target: PieceTarget, post: Post) -> LaneFetcher:
     """D's half."""
     pulls = _Pulls(servers, joiner, target)
-    fetcher = LaneFetcher(NAME, pulls.obtain, post, on_end=pulls.disconnect)
-    pulls.behind = fetcher.behind
-    return fetcher
+    return LaneFetcher(NAME, pulls.obtain, post, on_end=pulls.disconnect)
+
+
+class _Begun(NamedTuple):
+    connection: TransferConnection
+    pull: Pull
+    taken: Taken
 
 
 class _Pulls:
@@ -126,14 +131,13 @@ class _Pulls:
         self._target = target
         self._forms = {target.dtype: joiner}  # by dtype of arriving pieces
         self._connections: dict[str, tuple[str, TransferConnection]] = {}  # by peer, each touched by its lane alone
-        self.behind: Callable[[FetchJob], Iterable[FetchJob]] = lambda job: ()
 
     def obtain(self, job: FetchJob) -> Piece:
         ready = job.ready
         self._target.check(ready)
         locator = Locator.of(ready, self._target)
         known = self._knows(locator, ready)
-        if job.begun is None:
+        if not isinstance(job.begun, _Begun):
             self._connection(job.peer, locator.address).open(job.deadline_s)  # may take its time, in which it needs no room
             job.begun = self._begin(job, locator, job.await_room(self._target.room, self._num_tokens(locator, ready)))
         connection, pull, taken = job.begun
@@ -160,17 +164,18 @@ class _Pulls:
         came = locator.num_tokens * NP_DTYPES[ready.dtype].itemsize
         return max(self._target.chunk_tokens, -(-came // NP_DTYPES[self._target.dtype].itemsize))
 
-    def _begin(self, job: FetchJob, locator: Locator, taken: Taken) -> tuple[TransferConnection, Pull, Taken]:
+    def _begin(self, job: FetchJob, locator: Locator, taken: Taken) -> _Begun:
         connection = self._connection(job.peer, locator.address)
-        return connection, connection.begin(locator.uuid, self._specs(job.ready.dtype, locator), job.deadline_s), taken
+        pull = connection.begin(locator.uuid, self._specs(job.ready.dtype, locator), job.deadline_s)
+        return _Begun(connection, pull, taken)
 
     def _begin_behind(self, job: FetchJob, connection: TransferConnection) -> None:
         """Begin to pull what comes next over the same connection, while there is room, up to what ends it by connecting to
         another server. What fails here fails again when its turn has come."""
-        wanted = (following for following in self.behind(job) if following.begun or not following.cancelled)
+        wanted = (following for following in job.behind() if following.begun or not following.cancelled)
         for following in islice(wanted, PULLS_AHEAD):
-            if following.begun and following.cancelled:
-                connection.forget(following.begun[1])
+            if isinstance(following.begun, _Begun) and following.cancelled:
+                connection.forget(following.begun.pull)
             if following.begun is None and connection.is_open:
                 with suppress(PieceError):
                     if following.num_tokens is None:

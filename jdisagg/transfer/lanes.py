@@ -11,10 +11,9 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic, sleep
-from typing import Any
 
 from jdisagg.handoff.messages import ChunkReady, HandoffId
 from jdisagg.transfer.base import Piece, PieceArrived, PieceFailed, Post
@@ -81,10 +80,18 @@ class FetchJob:
     peer: str
     ready: ChunkReady
     deadline_s: float
+    queued: deque[FetchJob] = field(repr=False)  # of its peer, in the order of its lane: those that are not through
     cancelled: bool = False
-    begun: Any = None  # of a backend that begins before the job's turn has come
+    begun: object | None = None  # what a backend has that begins before the job's turn has come
     num_tokens: int | None = None  # that it takes on the device from then on, once somebody has looked
     waited_s: float = 0.0  # for room
+
+    def behind(self) -> Iterator[FetchJob]:
+        """The fetches from its peer that wait for it, in order; none for one that does not run. For its own lane, and those
+        that wait look often: no more are walked than it takes, and none of other peers."""
+        if self.queued and self.queued[0] is self:
+            for index in range(1, len(self.queued)):  # by index: meanwhile there may be new ones
+                yield self.queued[index]
 
     def await_room(self, room: Room, num_tokens: int) -> Taken:
         """Wait for it, on the job's lane: until the engine has taken what waits for it. Raises PieceError("connection" |
@@ -133,11 +140,11 @@ class LaneFetcher:
         if self._closed:
             self._post(PieceFailed(handoff=handoff, ready=ready, reason="connection", detail="the fetcher is closed"))
             return
-        job = FetchJob(handoff, peer, ready, deadline_s)
         try:
             with self._lock:
-                lane = self._lane(peer)
-                self._jobs.setdefault(peer, deque()).append(job)
+                lane, queued = self._lane(peer), self._jobs.setdefault(peer, deque())
+                job = FetchJob(handoff, peer, ready, deadline_s, queued)
+                queued.append(job)
                 lane.submit(partial(self._run, job))
         except RuntimeError as error:  # no thread is left
             self._post(PieceFailed(handoff=handoff, ready=ready, reason="connection", detail=str(error)))
@@ -147,14 +154,6 @@ class LaneFetcher:
         for job in self._unfinished():
             if job.handoff == handoff:
                 job.cancelled = True
-
-    def behind(self, job: FetchJob) -> Iterator[FetchJob]:
-        """The fetches from the job's peer that wait for it, in order; none for one that does not run. For its own lane, and
-        lanes that wait look often: no more are walked than it takes, and none of other peers."""
-        queued = self._jobs.get(job.peer)
-        if queued and queued[0] is job:
-            for index in range(1, len(queued)):  # by index: meanwhile there may be new ones
-                yield queued[index]
 
     @property
     def num_jobs(self) -> int:
@@ -206,7 +205,7 @@ class LaneFetcher:
         try:
             event = None if job.cancelled else self._outcome(job)
         finally:
-            self._jobs[job.peer].popleft()
+            job.queued.popleft()
         if event is not None and not job.cancelled:
             self._post(event)
 

@@ -288,7 +288,7 @@ def test_behind_a_fetch_are_those_of_its_peer_that_came_later() -> None:
         if name == "first":
             assert_set(stuck)
         jobs[name] = job
-        behind[name] = [one.handoff.request_id for one in fetches.behind(job)]
+        behind[name] = [one.handoff.request_id for one in job.behind()]
         return NOTHING
 
     fetches = LaneFetcher("test-behind", obtain, lambda event: None)
@@ -298,7 +298,7 @@ def test_behind_a_fetch_are_those_of_its_peer_that_came_later() -> None:
     stuck.set()
     until(lambda: fetches.num_jobs == 0, "all are through")
     assert behind == {"first": ["second", "third"], "elsewhere": [], "second": ["third"], "third": []}
-    assert list(fetches.behind(jobs["first"])) == [], "it is over"
+    assert list(jobs["first"].behind()) == [], "it is over"
     fetches.close()
 
 
@@ -319,7 +319,7 @@ def test_to_look_behind_a_fetch_takes_no_longer_where_other_peers_have_many() ->
     def obtain(job: FetchJob) -> Piece:
         if job.peer == "p:1":
             looks.clear()
-            behind.extend(one.handoff.request_id for one in fetches.behind(job))
+            behind.extend(one.handoff.request_id for one in job.behind())
             looked.append(len(looks))
             begun.set()
         assert_set(stuck)

@@ -18,7 +18,7 @@ from jdisagg.handoff.messages import ChunkReady, HandoffId
 from jdisagg.transfer import jax_server, lanes
 from jdisagg.transfer.base import PieceArrived, PieceFailed
 from jdisagg.transfer.cut import token_buckets
-from jdisagg.transfer.jax_backend import PULLS_AHEAD, jax_fetcher
+from jdisagg.transfer.jax_backend import PULLS_AHEAD, _Begun, jax_fetcher
 from jdisagg.transfer.jax_server import TransferServers
 from jdisagg.transfer.lanes import FetchJob, LaneFetcher
 from jdisagg.transfer.room import Room
@@ -45,6 +45,10 @@ def queued(rig: Rig) -> list[FetchJob]:
     return rig.fetcher._unfinished()
 
 
+def is_through(job: FetchJob) -> bool:
+    return isinstance(job.begun, _Begun) and job.begun.pull.is_through
+
+
 def outcomes(rig: Rig, readies: Sequence[ChunkReady]) -> list[str]:
     """What comes of fetching these, all of them queued before the first begins."""
     assert isinstance(rig.fetcher, LaneFetcher)
@@ -64,7 +68,7 @@ def test_the_next_pieces_arrive_while_one_is_waited_for() -> None:
     for ready in readies[1:]:
         rig.fetch(ready, within_s=120.0)
     jobs = queued(rig)
-    until(lambda: all(job.begun and job.begun[1].is_through for job in jobs[1:-1]))
+    until(lambda: all(is_through(job) for job in jobs[1:-1]))
     assert jobs[-1].begun is None, "more on its way than is kept in memory"
     rig.fetcher.cancel(SILENT)
     events = [rig.event() for _ in readies[1:]]
@@ -80,7 +84,7 @@ def test_what_is_pulled_ahead_of_its_turn_leaves_room_to_other_peers() -> None:
     for ready in slow[1:]:
         rig.fetch(ready, SILENT, within_s=120.0)
     jobs = queued(rig)
-    until(lambda: jobs[1].begun and jobs[1].begun[1].is_through)
+    until(lambda: is_through(jobs[1]))
     rig.fetcher.fetch(H, "another", quick, time.monotonic() + 120.0)
     assert rig.event().ready.key == quick.key
     assert [job.begun is not None for job in jobs[1:]] == [True, False, False]
@@ -149,7 +153,8 @@ def test_pulls_of_a_hand_off_that_has_ended_all_end_though_nothing_comes() -> No
         rig.fetch(renamed(ready, f"af{serial}"), SILENT, within_s=120.0)
     jobs = queued(rig)
     until(lambda: all(job.begun for job in jobs))
-    connection, _, _ = jobs[0].begun
+    assert isinstance(jobs[0].begun, _Begun)
+    connection = jobs[0].begun.connection
     rig.fetcher.cancel(SILENT)
     ends_s = time.monotonic() + lanes.IDLE_S / 2
     while connection.is_open and time.monotonic() < ends_s:
