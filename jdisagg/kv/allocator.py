@@ -18,14 +18,15 @@ NULL_PAGE = 0
 class PageAllocator:
     """Owns the page ids [1, num_pages). Misuse (double free, foreign page) is an assertion: our bug, never a request's."""
 
-    def __init__(self, num_pages: int, on_evict: Callable[[int], object] = lambda page: None) -> None:
+    def __init__(self, num_pages: int, is_indexed: Callable[[int], bool], on_evict: Callable[[int], object]) -> None:
+        """`is_indexed(page)`: the prefix index points to it, so that it becomes idle instead of free."""
         assert num_pages >= 2, f"a pool needs the null page and one more, got num_pages={num_pages}"
         self.num_pages = num_pages
+        self._is_indexed = is_indexed
         self._on_evict = on_evict
         self._free = list(range(num_pages - 1, 0, -1))  # pop() gives the lowest id first
         self._idle: OrderedDict[int, None] = OrderedDict()  # unreferenced but indexed, least recently used first
         self._refs = [0] * num_pages
-        self._indexed = bytearray(num_pages)
 
     @property
     def num_usable(self) -> int:
@@ -68,27 +69,17 @@ class PageAllocator:
             assert self._refs[page] > 0, f"free of page {page} that nobody holds"
             self._refs[page] -= 1
             if self._refs[page] == 0:
-                if self._indexed[page]:
+                if self._is_indexed(page):
                     self._idle[page] = None
                 else:
                     self._free.append(page)
 
-    def set_indexed(self, page: int) -> None:
-        """The prefix index points to this (referenced) page from now on: freed, it becomes idle instead of free."""
-        assert self._refs[page] > 0, f"page {page} indexed while nobody holds it"
-        self._indexed[page] = 1
-
-    def clear_indexed(self, pages: Iterable[int]) -> None:
+    def forgotten(self, pages: Iterable[int]) -> None:
         """The prefix index has forgotten these pages."""
         for page in pages:
-            self._indexed[page] = 0
             if page in self._idle:
                 del self._idle[page]
                 self._free.append(page)
-
-    def is_indexed(self, page: int) -> bool:
-        """The prefix index points to it."""
-        return bool(self._indexed[page])
 
     def num_idle(self, pages: Iterable[int]) -> int:
         """How many of `pages` are idle: taking those also takes from `num_free`."""
@@ -107,11 +98,10 @@ class PageAllocator:
         )
         assert len(set(self._free) | set(self._idle)) == self.num_free, "a page is free twice"
         assert all(self._refs[page] == 0 for page in (*self._free, *self._idle)), "a free page is referenced"
-        assert all(self._indexed[page] for page in self._idle), "an idle page is not indexed"
-        assert not any(self._indexed[page] for page in self._free), "a free page is indexed"
+        assert all(self._is_indexed(page) for page in self._idle), "an idle page is not indexed"
+        assert not any(self._is_indexed(page) for page in self._free), "a free page is indexed"
 
     def _evict_oldest(self) -> int:
         page, _ = self._idle.popitem(last=False)
-        self._indexed[page] = 0
         self._on_evict(page)
         return page

@@ -25,6 +25,10 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._page_of)
 
+    def has(self, page: int) -> bool:
+        """Whether the page can be found."""
+        return page in self._key_of
+
     def keys(self, token_ids: Sequence[int], salt: str = "") -> list[bytes]:
         """Keys of all full pages of `token_ids`."""
         keys: list[bytes] = []

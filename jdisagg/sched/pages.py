@@ -17,7 +17,7 @@ class PageBook:
     def __init__(self, *, num_pages: int, page_size: int, enable_prefix_caching: bool) -> None:
         self.page_size = page_size
         self._index = PrefixIndex(page_size)
-        self._allocator = PageAllocator(num_pages, self._evict)
+        self._allocator = PageAllocator(num_pages, self._index.has, self._evict)
         self._caching = enable_prefix_caching
         self._journal: PrefixJournal | None = None  # None = nobody wants to know
         self.num_promised = 0  # pages set aside at admission and not taken yet
@@ -92,8 +92,6 @@ class PageBook:
         new, holding.twins = [], []
         for i in offered:
             (new if self._index.insert(holding.keys[i], holding.pages[i]) else holding.twins).append(i)
-        for i in new:
-            self._allocator.set_indexed(holding.pages[i])
         if self._journal is not None:
             self._record(self._journal, sequence, new)
 
@@ -107,10 +105,10 @@ class PageBook:
 
     def distrust(self, holding: Holding) -> None:
         """Nobody finds its pages from now on: what they hold may be bad. Those who share them keep them."""
-        pages = [page for page in holding.pages if self._allocator.is_indexed(page)]
+        pages = [page for page in holding.pages if self._index.has(page)]
         for page in pages:
             self._evict(page)
-        self._allocator.clear_indexed(pages)
+        self._allocator.forgotten(pages)
 
     def reset_index(self, live: Iterable[Holding]) -> int:
         """Forget all cached prefixes; returns the number of pages forgotten. Those `live` keep their pages, which nobody finds
@@ -118,7 +116,7 @@ class PageBook:
         for holding in live:
             holding.is_private = True
         pages = self._index.reset()
-        self._allocator.clear_indexed(pages)
+        self._allocator.forgotten(pages)
         if self._journal is not None:
             self._journal.cleared()
         return len(pages)

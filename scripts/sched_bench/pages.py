@@ -22,7 +22,7 @@ def page_costs() -> dict[str, float]:
     draw = random.Random(1)
     prompts = [tuple(draw.choices(range(30_000), k=PROMPT_PAGES * PAGE_SIZE)) for _ in range(NUM_PROMPTS)]
     index = PrefixIndex(PAGE_SIZE)
-    allocator = PageAllocator(NUM_PROMPTS * PROMPT_PAGES + 1, index.evict)
+    allocator = PageAllocator(NUM_PROMPTS * PROMPT_PAGES + 1, index.has, index.evict)
     costs: dict[str, float] = {}
     keys = [index.keys(prompt) for prompt in prompts]
     costs["hash"] = _per_page(index.keys, prompts)
@@ -36,8 +36,7 @@ def page_costs() -> dict[str, float]:
 
     def publish(pair: tuple[list[bytes], tuple[int, ...]]) -> None:
         for key, page in zip(*pair, strict=True):
-            if index.insert(key, page):
-                allocator.set_indexed(page)
+            index.insert(key, page)
 
     costs["index"] = _per_page(publish, list(zip(keys, held, strict=True)))
     costs["free, stays cached"] = _per_page(allocator.free, held)

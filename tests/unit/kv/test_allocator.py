@@ -11,8 +11,20 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from jdisagg.kv.allocator import PageAllocator
 
 
+def pool_of(num_pages: int, index: set[int] | None = None, evicted: list[int] | None = None) -> PageAllocator:
+    """A pool whose pages in `index` can be found; those it reuses leave it, and are noted."""
+    index = set() if index is None else index
+
+    def evict(page: int) -> None:
+        index.remove(page)
+        if evicted is not None:
+            evicted.append(page)
+
+    return PageAllocator(num_pages, index.__contains__, evict)
+
+
 def test_the_null_page_is_never_handed_out_and_a_short_pool_changes_nothing() -> None:
-    pool = PageAllocator(5)
+    pool = pool_of(5)
     assert pool.alloc(5) is None
     assert pool.num_free == 4
     assert sorted(pool.alloc(4) or ()) == [1, 2, 3, 4]
@@ -21,7 +33,7 @@ def test_the_null_page_is_never_handed_out_and_a_short_pool_changes_nothing() ->
 
 
 def test_a_page_is_free_when_its_last_holder_let_go() -> None:
-    pool = PageAllocator(3)
+    pool = pool_of(3)
     pages = pool.alloc(1) or ()
     pool.retain(pages)
     pool.free(pages)
@@ -31,11 +43,10 @@ def test_a_page_is_free_when_its_last_holder_let_go() -> None:
 
 
 def test_indexed_pages_are_reused_last_and_the_tail_of_the_oldest_first() -> None:
-    evicted: list[int] = []
-    pool = PageAllocator(6, evicted.append)
+    index, evicted = set[int](), list[int]()
+    pool = pool_of(6, index, evicted)
     old, new = pool.alloc(2) or (), pool.alloc(2) or ()
-    for page in (*old, *new):
-        pool.set_indexed(page)
+    index.update(old, new)
     pool.free(old)
     pool.free(new)
     assert pool.alloc(1) == (5,)  # the one page nobody may look for
@@ -45,9 +56,10 @@ def test_indexed_pages_are_reused_last_and_the_tail_of_the_oldest_first() -> Non
 
 
 def test_a_prefix_hit_revives_an_idle_page() -> None:
-    pool = PageAllocator(3)
+    index = set[int]()
+    pool = pool_of(3, index)
     pages = pool.alloc(2) or ()
-    pool.set_indexed(pages[0])
+    index.add(pages[0])
     pool.free(pages)
     assert pool.num_idle(pages) == 2
     pool.retain(pages[:1])
@@ -56,13 +68,13 @@ def test_a_prefix_hit_revives_an_idle_page() -> None:
 
 
 def test_forgotten_idle_pages_become_plain_free_pages() -> None:
-    evicted: list[int] = []
-    pool = PageAllocator(3, evicted.append)
+    index, evicted = set[int](), list[int]()
+    pool = pool_of(3, index, evicted)
     pages = pool.alloc(2) or ()
-    for page in pages:
-        pool.set_indexed(page)
+    index.update(pages)
     pool.free(pages[:1])
-    pool.clear_indexed(pages)
+    index.clear()
+    pool.forgotten(pages)
     pool.free(pages[1:])
     pool.check()
     assert len(pool.alloc(2) or ()) == 2
@@ -70,47 +82,46 @@ def test_forgotten_idle_pages_become_plain_free_pages() -> None:
 
 
 def test_misuse_is_an_assertion() -> None:
-    pool = PageAllocator(4)
+    pool = pool_of(4)
     pages = pool.alloc(2) or ()
     pool.free(pages)
     for misuse in (
         lambda: pool.free(pages[:1]),
         lambda: pool.free((0,)),
         lambda: pool.retain(pages),
-        lambda: pool.set_indexed(pages[0]),
-        lambda: PageAllocator(1),
+        lambda: pool_of(1),
     ):
         with pytest.raises(AssertionError):
             misuse()
 
 
 def test_the_smallest_pool_has_one_page_to_give() -> None:
-    pool = PageAllocator(2)
+    pool = pool_of(2)
     assert (pool.num_usable, pool.alloc(1), pool.alloc(1)) == (1, (1,), None)
 
 
-def _free_the_same_page_twice(pool: PageAllocator) -> None:
+def _free_the_same_page_twice(pool: PageAllocator, index: set[int]) -> None:
     pool._free[-1] = pool._free[-2]
 
 
-def _reference_the_null_page(pool: PageAllocator) -> None:
+def _reference_the_null_page(pool: PageAllocator, index: set[int]) -> None:
     pool._refs[0] = 1
 
 
-def _lose_a_page(pool: PageAllocator) -> None:
+def _lose_a_page(pool: PageAllocator, index: set[int]) -> None:
     pool._free.pop()
 
 
-def _swap_a_held_page_for_a_free_one(pool: PageAllocator) -> None:
+def _swap_a_held_page_for_a_free_one(pool: PageAllocator, index: set[int]) -> None:
     pool._free[-1] = 1
 
 
-def _forget_that_an_idle_page_is_indexed(pool: PageAllocator) -> None:
-    pool._indexed[2] = 0
+def _forget_that_an_idle_page_is_indexed(pool: PageAllocator, index: set[int]) -> None:
+    index.remove(2)
 
 
-def _index_a_free_page(pool: PageAllocator) -> None:
-    pool._indexed[pool._free[0]] = 1
+def _index_a_free_page(pool: PageAllocator, index: set[int]) -> None:
+    index.add(pool._free[0])
 
 
 @pytest.mark.parametrize(
@@ -124,13 +135,14 @@ def _index_a_free_page(pool: PageAllocator) -> None:
         (_index_a_free_page, "a free page is indexed"),
     ],
 )
-def test_the_check_names_what_is_damaged(damage: Callable[[PageAllocator], None], finding: str) -> None:
-    pool = PageAllocator(6)
+def test_the_check_names_what_is_damaged(damage: Callable[[PageAllocator, set[int]], None], finding: str) -> None:
+    index = set[int]()
+    pool = pool_of(6, index)
     pool.alloc(2)
-    pool.set_indexed(2)
+    index.add(2)
     pool.free((2,))  # one page held, one idle, three free
     pool.check()
-    damage(pool)
+    damage(pool, index)
     with pytest.raises(AssertionError, match=f"^{finding}"):
         pool.check()
 
@@ -141,7 +153,7 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.index: set[int] = set()
-        self.pool = PageAllocator(9, self.index.remove)
+        self.pool = pool_of(9, self.index)
         self.holders: list[tuple[int, ...]] = []
 
     @rule(n=st.integers(0, 5))
@@ -171,7 +183,6 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def index_one(self, data: st.DataObject) -> None:
         page = data.draw(st.sampled_from(sorted({p for h in self.holders for p in h})))
-        self.pool.set_indexed(page)
         self.index.add(page)
 
     @precondition(lambda self: self.holders)
@@ -181,8 +192,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def forget(self) -> None:
-        self.pool.clear_indexed(tuple(self.index))
+        pages = tuple(self.index)
         self.index.clear()
+        self.pool.forgotten(pages)
 
     @invariant()
     def references_are_those_of_the_holders(self) -> None:
