@@ -7,6 +7,7 @@ from typing import Any
 from jdisagg.handoff.events import FromPrefill, PeerMessage, PeerOpened
 from jdisagg.handoff.messages import DecodeToPrefill, HandoffId, Open, PrefillToDecode, StreamEnded
 from jdisagg.roles.inbox import Inbox
+from jdisagg.roles.ports import PeerClient
 
 
 class InProcessReply:
@@ -25,8 +26,8 @@ class InProcessReply:
         self._inbox.post(FromPrefill(self._handoff, StreamEnded(reason="closed")))
 
 
-class InProcessPeers:
-    """A PeerClient whose only peer is the prefill engine next door."""
+class InProcessPeers(PeerClient):
+    """Its only peer is the prefill engine next door, which lives and dies with this process."""
 
     ADDRESS = "in-process"
 
@@ -45,27 +46,6 @@ class InProcessPeers:
     def close(self, handoff: HandoffId) -> None:
         """Tell P that the stream ended."""
         self._prefill_inbox.post(PeerMessage(handoff, StreamEnded(reason="closed")))
-
-    def is_down(self, peer: str) -> bool:
-        """It lives and dies with this process."""
-        return False
-
-    def is_doubtful(self, peer: str) -> bool:
-        """Both were made for each other."""
-        return False
-
-    def is_unlike(self, peer: str) -> bool:
-        """Nobody else could be asked."""
-        return False
-
-    def no_kv(self, peer: str, why: str) -> None:
-        """Nothing lies between them."""
-
-    def kv_came(self, peer: str) -> None:
-        """It always does."""
-
-    def unreached(self, peer: str, backend: str, why: str) -> None:
-        """Nor is there another backend."""
 
     def failures(self) -> dict[str, str]:
         """Never any."""

@@ -36,7 +36,8 @@ class Runner(Protocol):
 
 
 class PeerClient(Protocol):
-    """D's way to P. Never blocks; answers are posted as `handoff.events.FromPrefill`."""
+    """D's way to P. Never blocks; answers are posted as `handoff.events.FromPrefill`. One that hears nothing else of its peers
+    inherits that nothing is known against them."""
 
     def open(self, peer: str, handoff: HandoffId, message: Open) -> None:
         """Open the hand-off's stream; Hello runs first when this pair has not spoken in this epoch."""
@@ -52,28 +53,25 @@ class PeerClient(Protocol):
 
     def is_down(self, peer: str) -> bool:
         """The peer is asked again and again by itself, and did not answer last time: no request need find that out."""
-        ...
+        return False
 
     def is_doubtful(self, peer: str) -> bool:
         """When the peer was spoken to last, it did not pair with this worker, or could not be reached, or its KV did not come,
         and that a moment ago: others are asked first."""
-        ...
+        return False
 
     def is_unlike(self, peer: str) -> bool:
         """The peer is known to compute other bits than this worker, see `jdisagg.core.bits`."""
-        ...
+        return False
 
     def no_kv(self, peer: str, why: str) -> None:
         """The peer answers, and what it publishes does not come: it is doubtful for a while."""
-        ...
 
     def kv_came(self, peer: str) -> None:
         """It does come after all: the peer is of use to a worker that computes no prompts."""
-        ...
 
     def unreached(self, peer: str, backend: str, why: str) -> None:
         """Nothing is reached at the peer over that backend: for a while hand-offs begin over others."""
-        ...
 
     def failures(self) -> dict[str, str]:
         """Peers spoken to, and why each cannot be used; "" = it can."""

@@ -15,6 +15,7 @@ from jdisagg.core.fleet import DRAINING
 from jdisagg.handoff.events import FromPrefill, PeerMessage, PeerOpened
 from jdisagg.handoff.messages import ChunkReady, DecodeToPrefill, HandoffId, Open, PrefillToDecode, StreamEnded
 from jdisagg.roles.inbox import Inbox
+from jdisagg.roles.ports import PeerClient
 from jdisagg.sched.plan import PageTable, Plan, StepResult
 from jdisagg.transfer.base import Piece, PieceArrived, PieceFailed, Published, PublishFailed
 from tests.unit.sched.device_fake import FakeDevice
@@ -161,7 +162,7 @@ class FakeFetcher:
         """No thread."""
 
 
-class Wire:
+class Wire(PeerClient):
     """PeerClient and ReplyStream in one: streams by D's HandoffId; P gets its own ids, like a gRPC server gives them."""
 
     def __init__(self, prefill: Inbox, decode: Inbox, *, number: int = 0) -> None:
@@ -182,12 +183,6 @@ class Wire:
 
     def is_doubtful(self, peer: str) -> bool:
         return peer in self.refusing
-
-    def is_unlike(self, peer: str) -> bool:
-        return False
-
-    def unreached(self, peer: str, backend: str, why: str) -> None:
-        """There is one backend."""
 
     def no_kv(self, peer: str, why: str) -> None:
         self.without_kv.add(peer)
