@@ -25,8 +25,8 @@ from jdisagg.handoff import messages as msg
 from jdisagg.handoff.actions import DecodeAction
 from jdisagg.handoff.doubts import Doubts
 from jdisagg.handoff.first_token import objection
-from jdisagg.handoff.inbound import Inbound, InboundStage
-from jdisagg.handoff.inbound_stream import InboundStream
+from jdisagg.handoff.inbound import Inbound
+from jdisagg.handoff.inbound_stream import InboundStage, InboundStream
 from jdisagg.handoff.ladder import Ladder, PeersNow, is_final, is_unfit
 from jdisagg.handoff.messages import HandoffId, PrefillToDecode
 from jdisagg.handoff.overdue import forgive, no_piece, unanswered
@@ -118,13 +118,13 @@ class DecodeSide:
         return moved + self._on_stream(record, stream, message, now_s)
 
     def _on_stream(self, record: Inbound, stream: InboundStream, message: PrefillToDecode, now_s: float) -> list[DecodeAction]:
-        stage = record.stage
+        stage = stream.stage
         match message:
             case msg.Agreed(backends=backends) if stage is InboundStage.OPENING:
                 stream.backends = backends
                 return []
             case msg.Accepted(cached_tokens=cached_tokens) if stage is InboundStage.OPENING:
-                record.move(InboundStage.ACCEPTED)
+                stream.move(InboundStage.ACCEPTED)
                 stream.cached_tokens = cached_tokens
                 return []
             case msg.Started() if stage is not InboundStage.OPENING:
@@ -136,11 +136,11 @@ class DecodeSide:
             case msg.ChunkReady() if stage is not InboundStage.OPENING:
                 return self._on_chunk(record, stream, message, now_s)
             case msg.Done() if stage in (InboundStage.ACCEPTED, InboundStage.TRANSFERRING):
-                return self._on_done(record, message, now_s)
+                return self._on_done(record, stream, message, now_s)
             case msg.Refused(error=error):
                 return self._on_refused(record, error, now_s)
             case msg.StreamEnded():
-                return self._on_ended(record, message, now_s)
+                return self._on_ended(record, stream, message, now_s)
             case _:
                 return self._recovery.lose(record, f"protocol: {type(message).__name__} at stage {stage.value}", now_s)
 
@@ -149,20 +149,20 @@ class DecodeSide:
             return self._late()
         if complaint := record.complaint(stream, ready, self._config.transfer_chunk_tokens):
             return self._recovery.lose(record, f"protocol: {complaint}", now_s)
-        if record.stage is InboundStage.ACCEPTED:
-            record.move(InboundStage.TRANSFERRING)
+        if stream.stage is InboundStage.ACCEPTED:
+            stream.move(InboundStage.TRANSFERRING)
         stream.is_parked = False
         piece = stream.announce(ready)
         return [stream.fetch(piece, record.request.deadline_s, now_s)] if record.reserved else []
 
-    def _on_done(self, record: Inbound, message: msg.Done, now_s: float) -> list[DecodeAction]:
+    def _on_done(self, record: Inbound, stream: InboundStream, message: msg.Done, now_s: float) -> list[DecodeAction]:
         request = record.request
         first = replace(message.first, request_id=request.request_id, attempt=request.attempt)
         if first.error is not None:
             return self._on_error(record, first.error, f"failed: {first.error}", now_s)
         if record.first is None and (wrong := objection(first, request, self._vocab_size, self._eos)):
             return self._recovery.lose(record, f"protocol: Done {wrong}", now_s)
-        record.move(InboundStage.COMPUTED)
+        stream.move(InboundStage.COMPUTED)
         record.computed_by(first.provenance)
         if record.first is not None:
             return self._complete(record)  # the token was delivered by an earlier stream
@@ -172,8 +172,8 @@ class DecodeSide:
             return delivered + self.release(request.request_id)
         return delivered + self._complete(record)
 
-    def _on_ended(self, record: Inbound, message: msg.StreamEnded, now_s: float) -> list[DecodeAction]:
-        if record.stage is InboundStage.COMPUTED and record.covered:
+    def _on_ended(self, record: Inbound, stream: InboundStream, message: msg.StreamEnded, now_s: float) -> list[DecodeAction]:
+        if stream.stage is InboundStage.COMPUTED and record.covered:
             return []  # P owes nothing more, only pages are missing here
         if message.reason == "deadline":
             return self._recovery.fail(record, record.too_late())
@@ -223,7 +223,8 @@ class DecodeSide:
         return actions
 
     def _complete(self, record: Inbound) -> list[DecodeAction]:
-        if record.stage is not InboundStage.COMPUTED or not record.reserved or not record.covered:
+        stream = record.stream
+        if stream is None or stream.stage is not InboundStage.COMPUTED or not record.reserved or not record.covered:
             return []
         request_id = record.request.request_id
         complete = act.KVComplete(request_id, record.provenance(), record.arrived.prefill_worker)
@@ -242,15 +243,14 @@ class DecodeSide:
         for record in list(self._live.values()):
             if now_s >= record.request.deadline_s:
                 actions += self._recovery.fail(record, record.too_late())
-            elif record.stage is InboundStage.WAITING:
-                if now_s >= record.retry_at_s:
-                    actions += self._recovery.resume(record, now_s)
             elif record.stream is not None:
                 actions += self._tick_stream(record, record.stream, now_s)
+            elif now_s >= record.retry_at_s:
+                actions += self._recovery.resume(record, now_s)
         return actions + self._recovery.doubt_more(self._live.values(), now_s)
 
     def _tick_stream(self, record: Inbound, stream: InboundStream, now_s: float) -> list[DecodeAction]:
-        if cause := unanswered(record, stream, now_s):
+        if cause := unanswered(stream, now_s):
             return self._recovery.lose(record, cause, now_s)
         if moved_on := self._recovery.late(record, now_s):
             return moved_on

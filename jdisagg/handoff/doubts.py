@@ -63,7 +63,7 @@ class Doubts:
         if not doubted.no_kv:
             return []
         if reason == UNREACHABLE and backend not in stream.broken and (other := stream.backend_beside(backend)) is not None:
-            return [*go_on_over(other, record, stream, piece, reason, stage=doubted.stage), *stream.grant()]
+            return [*go_on_over(other, record, stream, piece, reason), *stream.grant()]
         return [stream.fetch(piece, record.request.deadline_s, now_s)] if reason in OUT_OF_TIME else []
 
     def _on_chunk(self, record: Inbound, doubted: Doubted, ready: msg.ChunkReady, now_s: float) -> list[DecodeAction]:

@@ -1,57 +1,30 @@
 """One hand-off as D sees it: what the request needs, and the stream that is bringing it now.
 
-    OPENING -> ACCEPTED -> TRANSFERRING -> COMPUTED -> (complete)
-       ^___________|____________|_____________|            stream lost: another one from the ladder
-       WAITING  <- any of the four                         nobody to ask just now
-
-A complete, failed, local or released hand-off is not a stage: its record is gone. Having pages (`reserved`) is independent
-of the stage: a stream is opened, answered, and may end before memory exists.
+Without a stream it waits: there is nobody to ask just now. When it is complete, failed, local or released, its record is gone.
+Having pages (`reserved`) is independent of the stream: that is opened, answered, and may end before memory exists.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Any
 
 from jdisagg.core.errors import DeadlineExceeded, HandoffLost, RequestError, Unavailable
 from jdisagg.core.requests import EngineRequest, Output, Provenance
 from jdisagg.handoff.actions import DecodeAction, Hedged, PeerReady, Recovered
-from jdisagg.handoff.inbound_stream import InboundStream
+from jdisagg.handoff.inbound_stream import InboundStage, InboundStream
 from jdisagg.handoff.ladder import Ladder
 from jdisagg.handoff.messages import ChunkReady, Done, HandoffId, Open, PrefillToDecode, Started
 
 MAX_PIECE_BYTES = 2**34  # of any model: credit and time for a fetch are counted before its bytes are compared with its shape
 
 
-class InboundStage(Enum):
-    """Where D's hand-off is."""
-
-    OPENING = "opening"  # Open sent, P has not answered
-    ACCEPTED = "accepted"  # P has queued the request
-    TRANSFERRING = "transferring"  # at least one piece was announced
-    COMPUTED = "computed"  # Done arrived; pieces or pages may be missing
-    WAITING = "waiting"  # no stream; asks again at `retry_at_s`
-
-
-_S = InboundStage
-_LOST = frozenset({_S.OPENING, _S.WAITING})
-_NEXT = {
-    _S.OPENING: _LOST | {_S.ACCEPTED},
-    _S.ACCEPTED: _LOST | {_S.TRANSFERRING, _S.COMPUTED},
-    _S.TRANSFERRING: _LOST | {_S.COMPUTED},
-    _S.COMPUTED: _LOST,
-    _S.WAITING: frozenset({_S.OPENING}),
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Doubted:
-    """A stream set aside while another peer is asked as well: where it was, and since when. What is being fetched for it may
-    still arrive, and counts."""
+    """A stream set aside while another peer is asked as well, and since when. What is being fetched for it may still arrive,
+    and counts."""
 
     stream: InboundStream
-    stage: InboundStage
     silent_s: float  # nothing had come for so long
     since_s: float
     no_kv: bool = False  # it may say what it will: its KV did not come
@@ -59,7 +32,7 @@ class Doubted:
     @property
     def has_shown_work(self) -> bool:
         """Its peer has computed some or all of the prompt."""
-        return self.stage in (InboundStage.TRANSFERRING, InboundStage.COMPUTED)
+        return self.stream.stage in (InboundStage.TRANSFERRING, InboundStage.COMPUTED)
 
     def is_behind(self, message: PrefillToDecode) -> bool:
         """Whether what the other P says puts it ahead of the one that is quiet."""
@@ -75,8 +48,7 @@ class Inbound:
     request: EngineRequest
     held_tokens: int  # [0, held_tokens) is in place here
     ladder: Ladder
-    stage: InboundStage = InboundStage.WAITING
-    stream: InboundStream | None = None
+    stream: InboundStream | None = None  # None: another one is asked for at `retry_at_s`
     doubted: Doubted | None = None  # `stream` is then the hedge, and has brought nothing yet
     reserved: bool = False
     retry_at_s: float = 0.0
@@ -84,14 +56,8 @@ class Inbound:
     computed: Provenance | None = None  # what the last P to compute the prompt says of itself
     arrived: Provenance = field(default_factory=Provenance)  # what was brought, the last of it by `prefill_worker`; rungs taken
 
-    def move(self, stage: InboundStage) -> None:
-        """Change stage; anything the table does not list is our bug."""
-        assert stage in _NEXT[self.stage], f"request {self.request.request_id}: {self.stage.value} -> {stage.value}"
-        self.stage = stage
-
     def wait(self, now_s: float, *, had_begun: bool) -> list[DecodeAction]:
         """Nobody can be asked just now: pause. `had_begun`: the peer that was lost, so that pages could be reserved."""
-        self.move(InboundStage.WAITING)
         self.retry_at_s = now_s + self.ladder.pause()
         return [PeerReady(self.request.request_id, is_ready=False)] if had_begun else []
 
@@ -130,15 +96,15 @@ class Inbound:
     def set_aside(self, silent_s: float, now_s: float, *, no_kv: bool) -> None:
         """Doubt the stream, not drop it; what it brought without a gap counts for the next one."""
         assert self.stream is not None
-        self.doubted = Doubted(self.stream, self.stage, silent_s, now_s, no_kv)
+        self.doubted = Doubted(self.stream, silent_s, now_s, no_kv)
         self.held_tokens = self.stream.imported.reach(self.held_tokens)
         self.stream = None
 
     def go_back(self) -> Doubted:
-        """The doubted stream is the one again, where it was."""
+        """The doubted stream is the one again."""
         assert self.doubted is not None
         doubted, self.doubted = self.doubted, None
-        self.stream, self.stage = doubted.stream, doubted.stage
+        self.stream = doubted.stream
         return doubted
 
     def _keep_and_drop(self) -> list[DecodeAction]:
@@ -148,10 +114,10 @@ class Inbound:
         self.held_tokens = stream.imported.reach(self.held_tokens)
         return stream.close()
 
-    def note(self, rung: str, peer: str, cause: str, stage: InboundStage | None = None) -> Recovered:
-        """A rung of the ladder is taken because of `peer`, whose stream was at `stage`, or is at this one's."""
+    def note(self, rung: str, stream: InboundStream | None, cause: str) -> Recovered:
+        """A rung of the ladder is taken because of `stream`, None = there was nobody to ask."""
         self.arrived = replace(self.arrived, recoveries=(*self.arrived.recoveries, rung))
-        return Recovered(rung, self.request.request_id, peer, (stage or self.stage).value, cause)
+        return Recovered(rung, self.request.request_id, stream.peer if stream else "", stage_of(stream), cause)
 
     @property
     def num_tokens(self) -> int:
@@ -222,7 +188,7 @@ class Inbound:
     def is_covered_by_doubted(self) -> bool:
         """Whether the doubted stream has brought all that it was to bring, the first token included."""
         doubted = self.doubted
-        if doubted is None or doubted.stage is not InboundStage.COMPUTED or not self.reserved:
+        if doubted is None or doubted.stream.stage is not InboundStage.COMPUTED or not self.reserved:
             return False
         return doubted.stream.imported.reach(self.held_tokens) >= self.num_tokens
 
@@ -251,14 +217,15 @@ class Inbound:
 
     def too_late(self) -> DeadlineExceeded:
         """The error of a request whose deadline passed in the hand-off."""
-        where = "without a prefill worker" if self.stream is None else f"with {self.stream.peer}"
-        if self.stage in (InboundStage.WAITING, InboundStage.OPENING) and (why := self.ladder.had_no_room):
+        stream, stage = self.stream, stage_of(self.stream)
+        where = "without a prefill worker" if stream is None else f"with {stream.peer}"
+        if (stream is None or stream.stage is InboundStage.OPENING) and (why := self.ladder.had_no_room):
             where = f"{where}; {why}"
-        stage = self.stage.value
         return DeadlineExceeded(f"request {self.request.request_id}: deadline passed in the hand-off at stage {stage} {where}")
 
-    def lost(self, peer: str, cause: str) -> RequestError:
-        """The error of a request for which every rung failed, the last one at `peer`."""
+    def lost(self, stream: InboundStream | None, cause: str) -> RequestError:
+        """The error of a request for which every rung failed, the last one with `stream`."""
+        peer = stream.peer if stream else ""
         request_id, advice = self.request.request_id, "--local-prefill never forbids computing it here"
         if not self.ladder.peers:
             advice = f"{advice}; name one with --prefill, or have one register with this worker's --router"
@@ -266,7 +233,7 @@ class Inbound:
         last = "" if peer in cause else f" with {peer}"
         others = ", ".join(other for other in self.ladder.peers if other != peer)
         tried = f"; {others} tried before" if others else ""
-        return HandoffLost(f"request {request_id}: hand-off lost at stage {self.stage.value}{last}: {cause}{tried}; {advice}")
+        return HandoffLost(f"request {request_id}: hand-off lost at stage {stage_of(stream)}{last}: {cause}{tried}; {advice}")
 
     def outgrown(self, verdict: RequestError) -> HandoffLost:
         """The error of a stream that is longer by now than any prefill worker takes: no fault of its client."""
@@ -280,7 +247,7 @@ class Inbound:
         """JSON-able state."""
         stream = self.stream
         return {
-            "stage": self.stage.value,
+            "stage": stage_of(stream),
             "reserved": self.reserved,
             "peer": stream.peer if stream else "",
             "doubted_peer": self.doubted.stream.peer if self.doubted else "",
@@ -292,3 +259,8 @@ class Inbound:
             "pieces_on_the_way": len(stream.pieces) if stream else 0,
             "recoveries": list(self.arrived.recoveries),
         }
+
+
+def stage_of(stream: InboundStream | None) -> str:
+    """For people."""
+    return "waiting" if stream is None else stream.stage.value

@@ -1,11 +1,15 @@
 """One stream as D sees it: what P announced, what of that is in place, and what P may publish.
 
+    OPENING -> ACCEPTED -> TRANSFERRING -> COMPUTED
+                   `--------------------------^        nothing was to be sent, or nothing yet
+
 A piece is announced, fetched, and settled (imported) or given up; a range that was given up may be announced again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 from jdisagg.handoff.actions import CancelFetch, CloseStream, DecodeAction, Fetch, Send
 from jdisagg.handoff.credit import Credit
@@ -14,6 +18,24 @@ from jdisagg.handoff.messages import ChunkReady, HandoffId, Want
 from jdisagg.handoff.spans import GroupSpans
 
 FETCH_GRACE_S = 1.0  # a fetch that has not even reported its time-out by then is taken for lost
+
+
+class InboundStage(Enum):
+    """How far the stream is."""
+
+    OPENING = "opening"  # Open sent, P has not answered
+    ACCEPTED = "accepted"  # P has queued the request
+    TRANSFERRING = "transferring"  # at least one piece was announced
+    COMPUTED = "computed"  # Done arrived; pieces or pages may be missing
+
+
+_S = InboundStage
+_NEXT = {
+    _S.OPENING: (_S.ACCEPTED,),
+    _S.ACCEPTED: (_S.TRANSFERRING, _S.COMPUTED),
+    _S.TRANSFERRING: (_S.COMPUTED,),
+    _S.COMPUTED: (),
+}
 
 
 @dataclass(slots=True)
@@ -27,6 +49,7 @@ class InboundStream:
     imported: GroupSpans
     credit: Credit
     backends: tuple[str, ...]  # that both sides can use, best first
+    stage: InboundStage = InboundStage.OPENING
     broken: set[str] = field(default_factory=set)  # those of them that failed this request
     pieces: dict[str, IncomingPiece] = field(default_factory=dict)
     refetches: dict[tuple[int, int, int], int] = field(default_factory=dict)  # (group, begin, end) -> times
@@ -40,6 +63,11 @@ class InboundStream:
     def peer(self) -> str:
         """Who publishes."""
         return self.line.peer
+
+    def move(self, stage: InboundStage) -> None:
+        """Change stage; anything the table does not list is our bug."""
+        assert stage in _NEXT[self.stage], f"hand-off {self.handoff}: {self.stage.value} -> {stage.value}"
+        self.stage = stage
 
     def announce(self, ready: ChunkReady) -> IncomingPiece:
         """A piece can be fetched."""

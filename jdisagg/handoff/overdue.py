@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jdisagg.handoff.inbound import Inbound, InboundStage
-from jdisagg.handoff.inbound_stream import InboundStream
+from jdisagg.handoff.inbound import Inbound
+from jdisagg.handoff.inbound_stream import InboundStage, InboundStream
 
 ANSWER_TIMEOUT_S = 10.0  # from Open to Accepted or Refused
 
@@ -21,15 +21,15 @@ def forgive(records: Iterable[Inbound], still_s: float, now_s: float) -> None:
                 stream.await_fetches(still_s, record.request.deadline_s, now_s)
 
 
-def unanswered(record: Inbound, stream: InboundStream, now_s: float) -> str:
+def unanswered(stream: InboundStream, now_s: float) -> str:
     """Why the stream is given up before P has taken the prompt on; "" = it is not."""
-    is_over = record.stage is InboundStage.OPENING and now_s - stream.progress_s >= ANSWER_TIMEOUT_S
+    is_over = stream.stage is InboundStage.OPENING and now_s - stream.progress_s >= ANSWER_TIMEOUT_S
     return f"no answer for {ANSWER_TIMEOUT_S:g} s" if is_over else ""
 
 
 def no_piece(record: Inbound, stream: InboundStream, lease_s: float, now_s: float) -> str:
     """Why the stream is given up though the prompt is computed and pages are here; "" = it is not."""
-    missing = record.stage is InboundStage.COMPUTED and record.reserved and record.stream is stream
+    missing = stream.stage is InboundStage.COMPUTED and record.reserved and record.stream is stream
     is_due = missing and not stream.pieces and not stream.is_parked
     if not is_due or stream.line.queued_bytes:  # its turn at P may come when the pieces of others have
         return ""
@@ -41,7 +41,7 @@ def late_kv(record: Inbound, now_s: float, patience: int = 1) -> float:
     """For how long no KV came, where it is the one thing that is missing and that is too long, or `patience` times that; else
     0.0."""
     stream = record.stream
-    if stream is None or not record.reserved or record.stage is not InboundStage.COMPUTED:
+    if stream is None or not record.reserved or stream.stage is not InboundStage.COMPUTED:
         return 0.0
     sizes = [piece.ready.num_bytes for piece in stream.pieces.values()]  # all are being fetched
     return stream.line.late_s(max(sizes), now_s, patience) if sizes else 0.0

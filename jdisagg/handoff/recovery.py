@@ -29,8 +29,8 @@ from jdisagg.core.errors import RequestError
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.actions import DecodeAction
 from jdisagg.handoff.credit import Credit, window_bytes_of
-from jdisagg.handoff.inbound import Doubted, Inbound, InboundStage
-from jdisagg.handoff.inbound_stream import InboundStream
+from jdisagg.handoff.inbound import Doubted, Inbound
+from jdisagg.handoff.inbound_stream import InboundStage, InboundStream
 from jdisagg.handoff.ladder import is_invalid, is_unfit
 from jdisagg.handoff.line import Inflow, Line
 from jdisagg.handoff.messages import HandoffId
@@ -73,7 +73,9 @@ class Recovery:
     def begin(self, record: Inbound, now_s: float) -> list[DecodeAction]:
         """The first stream."""
         peer = record.ladder.next_peer()
-        return self._open(record, peer, now_s) if peer else self._last_rungs(record, "", "no prefill worker is known to answer")
+        return (
+            self._open(record, peer, now_s) if peer else self._last_rungs(record, None, "no prefill worker is known to answer")
+        )
 
     def resume(self, record: Inbound, now_s: float) -> list[DecodeAction]:
         """The pause is over."""
@@ -87,9 +89,9 @@ class Recovery:
         """The stream failed, with `error` if its peer sent one: the next rung. `no_kv`: its peer may be well, its KV does not
         come."""
         assert record.stream is not None
-        lost, had_begun = record.stream.peer, record.stream.has_started
+        stream, lost = record.stream, record.stream.peer
         if no_kv:
-            self._bad_lines[lost] = record.stream.line
+            self._bad_lines[lost] = stream.line
         if record.doubted is not None:
             record.ladder.failed(lost, error)
             return self._hedge_again(record, record.doubted, now_s)
@@ -99,13 +101,13 @@ class Recovery:
         record.ladder.failed(lost, error)
         refused = is_unfit(error)
         if peer := record.ladder.next_or_new_peer():
-            note = replace(record.note("other_prefill", lost, cause), refused=refused)
+            note = replace(record.note("other_prefill", stream, cause), refused=refused)
             return [*actions, note, *self._open(record, peer, now_s)]
         is_hopeless = no_kv and self._config.local_prefill is not LocalPrefill.NEVER  # it would not come the next time either
         if not is_hopeless and (later := record.ladder.after_pause()) is not None:
             rung = "reconnect" if later == lost else "other_prefill"
-            return [*actions, record.note(rung, lost, cause), *record.wait(now_s, had_begun=had_begun)]
-        return actions + self._last_rungs(record, lost, cause, refused=refused)
+            return [*actions, record.note(rung, stream, cause), *record.wait(now_s, had_begun=stream.has_started)]
+        return actions + self._last_rungs(record, stream, cause, refused=refused)
 
     def pass_over(self, record: Inbound, now_s: float, why: str = "full") -> list[DecodeAction]:
         """The peer answers and takes nothing now, as it is `why`: ask another, or the same after a pause."""
@@ -124,7 +126,7 @@ class Recovery:
         """Ask another P while this one is quiet, or its KV does not come; nothing happens where there is none, nothing is owed,
         or as many as MOST_HEDGES are asked already."""
         stream = record.stream
-        if stream is None or record.doubted is not None or (record.stage is InboundStage.COMPUTED and record.covered):
+        if stream is None or record.doubted is not None or (stream.stage is InboundStage.COMPUTED and record.covered):
             return []
         if not self._room_for_hedges() or (peer := record.ladder.next_peer(but=stream.peer)) is None:
             return []
@@ -192,7 +194,7 @@ class Recovery:
         if doubted.no_kv:
             self._bad_lines[quiet.peer] = quiet.line
             actions.append(act.NoKV(quiet.peer, cause))
-        actions.append(record.note("other_prefill", quiet.peer, cause, doubted.stage))
+        actions.append(record.note("other_prefill", quiet, cause))
         actions.append(act.Hedged("moved", record.request.request_id, quiet.peer, hedge.peer))
         return actions + (self.doubt(record, hedge.silent_s, now_s) if hedge.silent_s else [])
 
@@ -215,7 +217,6 @@ class Recovery:
     def _open(self, record: Inbound, peer: str, now_s: float) -> list[DecodeAction]:
         self._serial += 1
         handoff = HandoffId(record.request.request_id, self._serial)
-        record.move(InboundStage.OPENING)
         spans, credit = (GroupSpans(self._num_groups), GroupSpans(self._num_groups)), Credit(self._window_bytes)
         record.stream = InboundStream(handoff, self._line(peer), now_s, *spans, credit, backends=(self._backend,))
         message = record.opening(self._backend, self._head_shards, self._config.transfer_chunk_tokens, self._eos)
@@ -227,13 +228,15 @@ class Recovery:
         self._bad_lines = dict(bad[-MOST_BAD_LINES:])
         return self._lines.setdefault(peer, Line(peer, self._inflow))
 
-    def _last_rungs(self, record: Inbound, peer: str, cause: str, *, refused: bool = False) -> list[DecodeAction]:
+    def _last_rungs(
+        self, record: Inbound, stream: InboundStream | None, cause: str, *, refused: bool = False
+    ) -> list[DecodeAction]:
         request_id = record.request.request_id
         if self._config.local_prefill is not LocalPrefill.NEVER:
-            note = replace(record.note("local_prefill", peer, cause), refused=refused)
+            note = replace(record.note("local_prefill", stream, cause), refused=refused)
             self._forget(request_id)
             return [note, act.ComputeLocally(request_id, record.held_tokens, record.arrived)]
         verdict = record.ladder.verdict
         if verdict is not None and is_invalid(verdict) and record.request.generated_token_ids:
             verdict = record.outgrown(verdict)
-        return self.fail(record, verdict or record.lost(peer, cause))
+        return self.fail(record, verdict or record.lost(stream, cause))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jdisagg.handoff.actions import DecodeAction
-from jdisagg.handoff.inbound import Inbound, InboundStage
+from jdisagg.handoff.inbound import Inbound
 from jdisagg.handoff.inbound_stream import InboundStream
 from jdisagg.handoff.line import IncomingPiece
 
@@ -34,25 +34,17 @@ def try_again(
         return None
     stream.progress_s = now_s
     stream.refetches[span] = num_refetches + 1
-    actions: list[DecodeAction] = [record.note("refetch", stream.peer, cause_of(piece, reason))]
+    actions: list[DecodeAction] = [record.note("refetch", stream, cause_of(piece, reason))]
     if num_refetches == 0 and reason != "unknown_key" and ready.backend not in stream.broken:
         return [*actions, stream.fetch(piece, record.request.deadline_s, now_s)]
     stream.give_up(ready.key)
     return [*actions, *record.grant(), stream.want(ready, reason)]
 
 
-def go_on_over(
-    other: str,
-    record: Inbound,
-    stream: InboundStream,
-    piece: IncomingPiece,
-    reason: str,
-    *,
-    stage: InboundStage | None = None,
-) -> list[DecodeAction]:
-    """All that is missing is to come over the backend `other`, after a piece that did not. `stage`: as of `Inbound.note`."""
+def go_on_over(other: str, record: Inbound, stream: InboundStream, piece: IncomingPiece, reason: str) -> list[DecodeAction]:
+    """All that is missing is to come over the backend `other`, after a piece that did not."""
     failed = piece.ready.backend
-    note = record.note("other_backend", stream.peer, f"{cause_of(piece, reason)}; going on over {other}", stage)
+    note = record.note("other_backend", stream, f"{cause_of(piece, reason)}; going on over {other}")
     note = replace(note, unreached=failed if reason == UNREACHABLE else "")
     return [note, *stream.change_backend(failed, other, reason)]
 
