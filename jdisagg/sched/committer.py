@@ -103,13 +103,7 @@ class Committer:
         self.table.end(sequence)
         if sequence.told.is_final:
             return None
-        return Output(
-            request_id=sequence.request_id,
-            attempt=sequence.request.attempt,
-            finish=FinishReason.ERROR,
-            error=error,
-            cached_tokens=sequence.told.cached_tokens or 0,
-        )
+        return self.output(sequence, Output(request_id=sequence.request_id, finish=FinishReason.ERROR, error=error), ())
 
     def fails(self, row: Row, sampled: Sampled) -> bool:
         """Whether the request fails for it: not when it has all its tokens before the bad one."""
