@@ -25,7 +25,6 @@ MOST_BYTES = 2**29  # 4,000 tokens of an 8B model; `sizing.moving_bytes` keeps r
 class _Copy:
     pieces: list[KVGroup]
     num_tokens: int  # of all of them
-    is_settled: bool = False  # no piece is on the device, and what padded the last one is gone
 
 
 class HostCopies:
@@ -60,8 +59,8 @@ class HostCopies:
 
     def take(self, key: str) -> list[KVGroup]:
         """The pieces, padded as they came, which are not kept any longer."""
-        copy = self._remove(key)
-        return [*copy.pieces[:-1], jax.tree.map(self._padded, copy.pieces[-1]) if copy.is_settled else copy.pieces[-1]]
+        *pieces, last = self._remove(key).pieces
+        return [*pieces, jax.tree.map(self._padded, last)]
 
     def forget(self, key: str) -> None:
         """Drop a copy nobody will ask for."""
@@ -80,13 +79,13 @@ class HostCopies:
         copy.pieces[index] = jax.device_get(copy.pieces[index])
         if index == (copy.num_tokens - 1) // self._chunk_tokens:
             copy.pieces[index] = jax.tree.map(self._trimmed(copy.num_tokens), copy.pieces[index])
-            copy.is_settled = True
 
     def _trimmed(self, num_tokens: int) -> Callable[[np.ndarray], np.ndarray]:
         num_last = (num_tokens - 1) % self._chunk_tokens + 1
         return lambda array: array if num_last == self._chunk_tokens else array[:, :num_last].copy()
 
-    def _padded(self, array: np.ndarray) -> np.ndarray:
+    def _padded(self, array: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+        """Of a last piece; one that is still on the device was never trimmed."""
         missing = self._chunk_tokens - array.shape[1]
         return np.pad(array, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else array
 

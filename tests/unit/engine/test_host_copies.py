@@ -38,8 +38,9 @@ def computed(runner):
 
 
 def bytes_of(copies):
-    """Host memory of those that have settled."""
-    return sum(array.nbytes for array in jax.tree.leaves([c.pieces for c in copies._copies.values() if c.is_settled]))
+    """Host memory that they take."""
+    arrays = jax.tree.leaves([copy.pieces for copy in copies._copies.values()])
+    return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
 
 
 def under_way(runner):
