@@ -208,12 +208,6 @@ class TransferConnection:
                 self._why_shut, self._shut_until_s = error.detail, monotonic() + SHUT_S
             raise
 
-    def pull(
-        self, uuid: int, specs: Sequence[jax.ShapeDtypeStruct], deadline_s: float, is_cancelled: Callable[[], bool]
-    ) -> list[jax.Array]:
-        """`begin` and `end`."""
-        return self.end(self.begin(uuid, specs, deadline_s), deadline_s, is_cancelled)
-
     def end(
         self,
         pull: Pull,

@@ -155,11 +155,6 @@ class LaneFetcher:
             if job.handoff == handoff:
                 job.cancelled = True
 
-    @property
-    def num_jobs(self) -> int:
-        """Fetches queued or under way."""
-        return len(self._unfinished())
-
     def close(self) -> None:
         """Cancel everything and end the threads."""
         self._closed = True

@@ -195,12 +195,14 @@ def _spec(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
 
 
 def _pull(other: Peer, connection: TransferConnection, uuid: int, spec: jax.ShapeDtypeStruct) -> jax.Array:
-    return connection.pull(uuid, [spec], time.monotonic() + other.clock.at_most(PULL_S), lambda: False)[0]
+    ends_s = time.monotonic() + other.clock.at_most(PULL_S)
+    return connection.end(connection.begin(uuid, [spec], ends_s), ends_s)[0]
 
 
 def _failure(connection: TransferConnection, uuid: int, within_s: float) -> PieceError | None:
+    ends_s = time.monotonic() + within_s
     try:
-        connection.pull(uuid, [_spec(SHAPE, "float32")], time.monotonic() + within_s, lambda: False)
+        connection.end(connection.begin(uuid, [_spec(SHAPE, "float32")], ends_s), ends_s)
     except PieceError as error:
         return error
     return None

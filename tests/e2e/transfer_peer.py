@@ -246,9 +246,9 @@ class Half:
         """Wait for every fetch, then drop what was posted."""
         assert isinstance(self.fetcher, LaneFetcher)
         end_s = time.monotonic() + 10.0
-        while self.fetcher.num_jobs and time.monotonic() < end_s:
+        while self.fetcher._unfinished() and time.monotonic() < end_s:
             time.sleep(0.01)
-        return self.drain() | {"jobs": self.fetcher.num_jobs}
+        return self.drain() | {"jobs": len(self.fetcher._unfinished())}
 
     def churn(self, count: int, tokens: int, first: int = 0) -> dict[str, Any]:
         """Publish and abandon `count` pieces; every other one before it was ready."""

@@ -32,7 +32,8 @@ def spec(size: int = 64, device: int = 5) -> jax.ShapeDtypeStruct:
 
 
 def pull(connection: TransferConnection, uuid: int, within_s: float = 30.0) -> np.ndarray:
-    (got,) = connection.pull(uuid, [spec()], time.monotonic() + within_s, lambda: False)
+    ends_s = time.monotonic() + within_s
+    (got,) = connection.end(connection.begin(uuid, [spec()], ends_s), ends_s)
     return np.asarray(got)
 
 
@@ -114,7 +115,7 @@ def test_an_unknown_uuid_costs_its_deadline_and_the_next_pull_connects_anew(
 def test_a_cancelled_pull_ends_soon(connection: TransferConnection) -> None:
     began_s = time.monotonic()
     with pytest.raises(PieceError, match="cancelled"):
-        connection.pull(54321, [spec()], began_s + 60.0, lambda: True)
+        connection.end(connection.begin(54321, [spec()], began_s + 60.0), began_s + 60.0, lambda: True)
     assert time.monotonic() - began_s < 30.0
 
 
@@ -181,8 +182,9 @@ def test_an_error_that_was_offered_reaches_the_puller_as_one(ours: TransferServe
     bad = [error_array()]
     uuid = ours.offer(bad)
     wanted = jax.ShapeDtypeStruct(bad[0].shape, bad[0].dtype, sharding=ONE(jax.devices()[5]))
+    ends_s = time.monotonic() + 30.0
     with pytest.raises(PieceError, match="injected"):
-        connection.pull(uuid, [wanted], time.monotonic() + 30.0, lambda: False)
+        connection.end(connection.begin(uuid, [wanted], ends_s), ends_s)
 
 
 def test_a_jax_without_a_transfer_server_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

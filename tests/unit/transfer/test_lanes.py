@@ -233,7 +233,7 @@ def test_a_fetch_that_is_over_before_it_was_noted_down_stays_over(monkeypatch: p
     fetches.fetch(HandoffId("r", 1), "p:1", READY, float("inf"))
     kind = {"arrives": [PieceArrived], "fails": [PieceFailed], "is cancelled": []}[outcome]
     assert [type(event) for event in posted] == kind
-    assert fetches.num_jobs == 0
+    assert fetches._unfinished() == []
     fetches.close()
     assert [type(event) for event in posted] == kind
 
@@ -277,7 +277,7 @@ def test_a_fetcher_that_closes_waits_for_no_thread_posts_nothing_and_takes_nothi
     assert posted.get(timeout=30.0) == refused
     stuck.set()
     until(lambda: not threads_called("test-closing"), "its thread ends")
-    assert (obtained, posted.empty(), fetches.num_jobs) == (["under way"], True, 0)
+    assert (obtained, posted.empty(), fetches._unfinished()) == (["under way"], True, [])
 
 
 def test_behind_a_fetch_are_those_of_its_peer_that_came_later() -> None:
@@ -296,7 +296,7 @@ def test_behind_a_fetch_are_those_of_its_peer_that_came_later() -> None:
         fetches.fetch(HandoffId(name, 1), peer, READY, float("inf"))
     until(lambda: "elsewhere" in behind, "it has a thread of its own")
     stuck.set()
-    until(lambda: fetches.num_jobs == 0, "all are through")
+    until(lambda: fetches._unfinished() == [], "all are through")
     assert behind == {"first": ["second", "third"], "elsewhere": [], "second": ["third"], "third": []}
     assert list(jobs["first"].behind()) == [], "it is over"
     fetches.close()
