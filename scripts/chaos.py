@@ -81,6 +81,7 @@ def say(text: str) -> None:
 
 async def run(arguments: argparse.Namespace, directory: Path) -> list[Verdict]:
     """All seeds on one fleet."""
+    unsummed = ("--no-checksums",) if "checksums-off" in arguments.inject else ()
     plan = FleetPlan(
         model=arguments.model,
         num_prefill=arguments.p,
@@ -89,11 +90,10 @@ async def run(arguments: argparse.Namespace, directory: Path) -> list[Verdict]:
         numerics=arguments.numerics,
         local_prefill=arguments.local_prefill,
         transfer_backend=arguments.kv_transfer_backend,
-        checksums="checksums-off" not in arguments.inject,
         seed=arguments.seed[0],
         sizes=(*SIZES, *shlex.split(arguments.worker_flags)),
-        prefill_flags=("--tensor-parallel-size", str(arguments.prefill_tp)),
-        decode_flags=tuple(shlex.split(arguments.decode_flags)),
+        prefill_flags=("--tensor-parallel-size", str(arguments.prefill_tp), *unsummed),
+        decode_flags=(*shlex.split(arguments.decode_flags), *unsummed),
         beside=arguments.beside and arguments.beside.resolve(),
         scarce=True,
     )

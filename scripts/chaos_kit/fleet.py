@@ -38,7 +38,6 @@ class FleetPlan:
     dtype: str = "auto"
     numerics: str = "exact"
     local_prefill: str = "on-failure"
-    checksums: bool = True
     transfer_backend: str = "grpc"  # what travels through shared memory passes no forwarder
     worker_drill: str = ""
     router_drill: str = ""
@@ -96,8 +95,6 @@ class Fleet:
             self.routers.append(self._member(f"R{number}", None, *flags))
         join = ("--router", ",".join(f"127.0.0.1:{grpc}" for _, grpc in ports), *plan.model_flags)
         join = (*join, "--kv-transfer-backend", plan.transfer_backend)
-        if not plan.checksums:
-            join = (*join, "--no-checksums")
         for number in range(1, plan.num_prefill + 1):
             flags = ("--role", "prefill", "--num-pages", str(PREFILL_PAGES), *join, *plan.prefill_flags)
             self.prefill.append(self._member(f"P{number}", await self._proxy(), *flags))

@@ -19,6 +19,7 @@ from chaos_kit.verdict import Verdict
 REQUESTS = 150
 START_LIMIT_S, RUN_LIMIT_S = 200.0, 240.0
 pytestmark = pytest.mark.timeout(START_LIMIT_S + RUN_LIMIT_S + 60)
+UNSUMMED = ("--no-checksums",)
 
 
 @dataclass
@@ -74,7 +75,7 @@ def test_the_harness_sees_what_checksums_leases_and_attempts_prevent(
     tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
 ) -> None:
     options = Options(
-        plan=FleetPlan(model=str(tiny_model), num_prefill=1, checksums=False),
+        plan=FleetPlan(model=str(tiny_model), num_prefill=1, prefill_flags=UNSUMMED, decode_flags=UNSUMMED),
         faults=frozenset({"freeze_decode", "sever"}),
         injections=frozenset(INJECTIONS),
         catalogue_size=30,
