@@ -123,7 +123,7 @@ class DecodeBackends:
                 return self._carrying(name, ShmSource(), post)
             case "tcp":
                 self._connected.append(source := TcpSource())
-                return self._carrying(name, source, post)
+                return self._carrying(name, source, post, on_end=source.drop)
             case "jax":
                 target = self._target
                 servers, joiner = TransferServers(jax.local_devices(), self._host), joiner_of(target, target.dtype)

@@ -10,7 +10,7 @@ from time import monotonic
 
 from jdisagg.core.errors import NeverConnected, Stalled
 from jdisagg.core.host_names import NO_WAY, Address, Names
-from jdisagg.transfer.tcp_wire import IDLE_TIMEOUT_S, REPLY, REQUEST, UNKNOWN, Locator, hang_up, left_s, receive_into
+from jdisagg.transfer.tcp_wire import REPLY, REQUEST, UNKNOWN, Locator, hang_up, left_s, receive_into
 
 PART_BYTES = 2**18  # stays in the cache until the reader has seen it
 CONNECT_TIMEOUT_S = 2.0
@@ -24,7 +24,6 @@ class _Connection:
 
     address: tuple[str, int]
     socket: socket.socket
-    kept_s: float = 0.0  # since when nobody uses it
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +80,13 @@ class TcpSource:
             with self._lock:
                 self._readings.discard(reading)
 
+    def drop(self, peer: str) -> None:
+        """Nothing was read from the peer for a while, or it does not answer: close what is kept. Any thread."""
+        with self._lock:
+            kept = self._idle.pop(peer, [])
+        for connection in kept:
+            connection.socket.close()
+
     def close(self) -> None:
         """Close every connection; reads in progress end with ConnectionError."""
         with self._lock:
@@ -118,7 +124,7 @@ class TcpSource:
                 if is_fresh or answer_by_s == deadline_s:
                     raise
                 why = "does not answer"
-                self._forget(reading.peer)  # so may the others
+                self.drop(reading.peer)  # so may the others
             except OSError as broken:
                 why = f"does not answer: {broken}"
             self._give_up(reading)
@@ -134,12 +140,6 @@ class TcpSource:
                     reading.connection = connection
                     return connection
                 connection.socket.close()  # the peer was started again
-            for peer, idle in list(self._idle.items()):
-                for connection in [connection for connection in idle if connection.kept_s < monotonic() - IDLE_TIMEOUT_S]:
-                    idle.remove(connection)
-                    connection.socket.close()
-                if not idle:
-                    del self._idle[peer]
         return None
 
     def _enter(self, reading: _Reading, connection: _Connection) -> _Connection:
@@ -151,18 +151,10 @@ class TcpSource:
         connection.socket.close()
         raise ConnectionError("the source is closed")
 
-    def _forget(self, peer: str) -> None:
-        """Close the peer's kept connections."""
-        with self._lock:
-            idle = self._idle.pop(peer, [])
-        for connection in idle:
-            connection.socket.close()
-
     def _keep(self, reading: _Reading) -> None:
         """The read is over and nothing is left on its connection."""
         with self._lock:
             if reading.connection is not None and not self._closed:
-                reading.connection.kept_s = monotonic()
                 self._idle.setdefault(reading.peer, []).append(reading.connection)
                 reading.connection = None
 

@@ -19,7 +19,6 @@ from time import monotonic, sleep
 
 from jdisagg.core.logs import Seldom
 from jdisagg.transfer.tcp_wire import (
-    IDLE_TIMEOUT_S,
     REPLY,
     REQUEST,
     SECRET_BYTES,
@@ -34,6 +33,7 @@ log = logging.getLogger(__name__)
 
 SEND_BYTES = 2**22  # between two looks at the clock
 REQUEST_TIMEOUT_S = 2.0  # D asks as soon as it is connected
+IDLE_TIMEOUT_S = 120.0  # behind a request; D hangs up long before
 STALL_TIMEOUT_S = 10.0  # for a D that takes nothing; and it has to take, all in all ..
 LEAST_BYTES_PER_S = 2**20
 MAX_CONNECTIONS = 256

@@ -19,7 +19,6 @@ from time import monotonic
 REQUEST, REPLY = Struct("!16sQ"), Struct("!q")
 UNKNOWN = -1
 SECRET_BYTES = 16
-IDLE_TIMEOUT_S = 120.0  # P hangs up, and D closes its end when it next connects to somebody
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,17 +103,17 @@ def test_a_port_that_cannot_be_bound_is_said_and_done_without(
     assert caplog.messages == ["transfer backend tcp is not offered: [Errno 99] Cannot assign requested address"]
 
 
-@pytest.mark.parametrize("choice", ["grpc", "auto"])
-def test_prefill_workers_that_come_back_elsewhere_leave_no_channel_behind(
-    worker: Worker, choice: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("choice", "backend"), [("grpc", "grpc"), ("auto", "grpc"), ("auto", "tcp"), ("tcp", "tcp")])
+def test_prefill_workers_that_come_back_elsewhere_leave_no_connection_behind(
+    worker: Worker, choice: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lanes, "IDLE_S", 0.05)
-    dropped = list[str]()
-    monkeypatch.setattr(backends.GrpcByteSource, "read_into", lambda *_: iter(()))  # a peer that has nothing
-    monkeypatch.setattr(backends.GrpcByteSource, "drop", lambda self, peer: dropped.append(peer))
+    dropped, source = list[str](), {"grpc": backends.GrpcByteSource, "tcp": backends.TcpSource}[backend]
+    monkeypatch.setattr(source, "read_into", lambda *_: iter(()))  # a peer that has nothing
+    monkeypatch.setattr(source, "drop", lambda self, peer: dropped.append(peer))
     fetcher = worker.decode(choice).fetcher
     ready = ChunkReady(
-        key="k", begin=0, end=8, shape=(1, 8, 1, 4), dtype="float32", num_bytes=128, checksum=0, backend="grpc"
+        key="k", begin=0, end=8, shape=(1, 8, 1, 4), dtype="float32", num_bytes=128, checksum=0, backend=backend
     )  # fmt: skip
     for serial in range(3):
         fetcher.fetch(HandoffId("a", serial), f"restarted:{serial}", ready, time.monotonic() + 60.0)

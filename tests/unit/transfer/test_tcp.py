@@ -94,15 +94,15 @@ def test_a_reader_that_stops_early_gives_its_connection_up(store: TcpStore, sour
     assert read(source, store.put("k", b"data")) == b"data"
 
 
-def test_unused_connections_are_closed_when_another_is_made(
-    store: TcpStore, source: TcpSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tcp_source, "IDLE_TIMEOUT_S", 0.0)
+def test_connections_to_a_dropped_peer_are_closed_and_to_no_other(store: TcpStore, source: TcpSource) -> None:
     locator = store.put("k", b"data")
-    for peer in ("a", "b", "c"):
+    for peer in ("a", "b"):
         assert read(source, locator, peer=peer) == b"data"
+    source.drop("a")
     assert leaves("tcp-serve", 1)
-    assert sum(thread.name.startswith("tcp-serve") for thread in threading.enumerate()) == 1
+    assert set(source._idle) == {"b"}
+    assert read(source, locator, peer="b") == b"data"
+    assert read(source, locator, peer="a") == b"data"
 
 
 def test_nothing_is_left_open(source: TcpSource) -> None:
