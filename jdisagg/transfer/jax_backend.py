@@ -138,7 +138,8 @@ class _Pulls:
         locator = Locator.of(ready, self._target)
         known = self._knows(locator, ready)
         if not isinstance(job.begun, _Begun):
-            self._connection(job.peer, locator.address).open(job.deadline_s)  # may take its time, in which it needs no room
+            # may take its time, or fail, for which it needs no room
+            self._connection(job.peer, locator.address).open(locator.uuid, job.deadline_s)
             job.begun = self._begin(job, locator, job.await_room(self._target.room, self._num_tokens(locator, ready)))
         connection, pull, taken = job.begun
         self._begin_behind(job, connection)

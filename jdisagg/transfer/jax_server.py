@@ -166,8 +166,13 @@ class TransferConnection:
         """Whether to begin a pull takes no time."""
         return self._connection is not None
 
-    def open(self, deadline_s: float) -> None:
-        """Connect, unless that was done: `begin` does it, too. Raises PieceError("connection" | "unreachable" | "timeout")."""
+    def open(self, uuid: int, deadline_s: float) -> None:
+        """Connect, unless that was done, to pull `uuid`; `begin` does it, too.
+
+        Raises PieceError("unknown_key" | "connection" | "unreachable" | "timeout"), before `deadline_s` (monotonic).
+        """
+        if uuid in self._pulled:
+            raise PieceError("unknown_key", "it was pulled before, and an offer can be pulled once")
         if self._connection is not None:
             return
         try:
@@ -179,13 +184,8 @@ class TransferConnection:
             raise PieceError("connection", str(error)) from error
 
     def begin(self, uuid: int, specs: Sequence[jax.ShapeDtypeStruct], deadline_s: float) -> Pull:
-        """Ask for offered arrays. `specs` must be what was offered: nobody checks it for us.
-
-        Raises PieceError("unknown_key" | "connection" | "unreachable" | "timeout"), before `deadline_s` (monotonic).
-        """
-        if uuid in self._pulled:
-            raise PieceError("unknown_key", "it was pulled before, and an offer can be pulled once")
-        self.open(deadline_s)
+        """Ask for offered arrays. `specs` must be what was offered: nobody checks it for us. Raises as `open`."""
+        self.open(uuid, deadline_s)
         try:
             self._pulled.append(uuid)
             if not self._begun:

@@ -117,6 +117,20 @@ def test_a_peer_that_is_not_reached_keeps_no_room_from_others(monkeypatch: pytes
     assert isinstance(event, PieceArrived), event
 
 
+def test_what_cannot_be_pulled_again_does_not_wait_for_room_to_say_so() -> None:
+    rig = Rig("jax").start(most_tokens=CHUNK_TOKENS)
+    ready = rig.published("k", piece(tokens(CHUNK_TOKENS)))
+    rig.fetcher.fetch(H, rig.peer, ready, monotonic() + 60.0)
+    arrived = rig.event()
+    assert isinstance(arrived, PieceArrived)  # and all the room is its own
+    rig.fetcher.fetch(H, rig.peer, ready, monotonic() + 1.0)
+    again = rig.event()
+    rig.close()
+    assert isinstance(again, PieceFailed)
+    assert again.reason == "unknown_key"
+    del arrived
+
+
 class Small:
     """Obtains pieces of one token, in room for one of them."""
 
