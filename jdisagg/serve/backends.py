@@ -116,20 +116,23 @@ class DecodeBackends:
     def _fetcher(self, name: str, post: Post) -> Fetcher:
         match name:
             case "grpc":
-                source = GrpcByteSource(self._credentials, stall_s=self._core.config.transfer.dead_after_s)
-                self._connected.append(source)
-                return self._carrying(name, source, post, on_end=source.drop)
+                stall_s = self._core.config.transfer.dead_after_s
+                return self._connecting(name, GrpcByteSource(self._credentials, stall_s=stall_s), post)
             case "shm":
                 return self._carrying(name, ShmSource(), post)
             case "tcp":
-                self._connected.append(source := TcpSource())
-                return self._carrying(name, source, post, on_end=source.drop)
+                return self._connecting(name, TcpSource(), post)
             case "jax":
                 target = self._target
                 servers, joiner = TransferServers(jax.local_devices(), self._host), joiner_of(target, target.dtype)
                 self.num_executables += warm_up_fetches(joiner, target)
                 return jax_fetcher(servers, joiner, target, post)
         raise AssertionError(f"no transfer backend is called {name!r}")
+
+    def _connecting(self, name: str, source: GrpcByteSource | TcpSource, post: Post) -> Fetcher:
+        """A fetcher of bytes over connections: those to a peer end with its lane."""
+        self._connected.append(source)
+        return self._carrying(name, source, post, on_end=source.drop)
 
     def _carrying(
         self, name: str, source: ByteSource, post: Post, *, on_end: Callable[[str], None] = lambda peer: None
