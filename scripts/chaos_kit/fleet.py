@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import httpx
 from fleet_process import free_port
@@ -144,10 +145,10 @@ class Fleet:
         down = [member.name for member in self.members if not member.up or member.frozen]
         if down:
             return f"{', '.join(down)} not up"
-        wanted = {f"127.0.0.1:{member.proxy.port}": member for member in self.workers if member.proxy is not None}
+        wanted = {member.address: member for member in self.workers}
         for router in self.routers:
             try:
-                seen = {found["address"]: found for found in (await router.state())["members"]}
+                seen = await _seen_by(router)
             except httpx.HTTPError as error:
                 return f"{router.name}: {error!r}"
             for address, member in wanted.items():
@@ -157,6 +158,21 @@ class Fleet:
                 if member in self.decode and (not found["linked"] or (trusted and found["suspect"])):
                     return f"{member.name} at {router.name}: {found}"
         return ""
+
+    async def until_missed(self, members: Sequence[Member], timeout_s: float) -> None:
+        """Until no router knows any of the workers `members`, which are dead; raises RuntimeError with who does."""
+        deadline_s = monotonic() + timeout_s
+        gone, knows = {member.address for member in members}, "none was asked"
+        while knows:
+            if monotonic() > deadline_s:
+                raise RuntimeError(f"not missed within {timeout_s:g} s: {knows}")
+            await asyncio.sleep(WATCH_S)
+            try:
+                seen = {router.name: gone & (await _seen_by(router)).keys() for router in self.routers}
+            except httpx.HTTPError as error:
+                knows = repr(error)
+            else:
+                knows = "; ".join(f"{name} knows {', '.join(sorted(known))}" for name, known in seen.items() if known)
 
     def kill(self, member: Member) -> None:
         """SIGKILL, and no other process in its place before `restart`."""
@@ -196,6 +212,10 @@ class Fleet:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await kill_all(self.members)
         await asyncio.gather(*(member.proxy.close() for member in self.workers if member.proxy is not None))
+
+
+async def _seen_by(router: Member) -> dict[str, dict[str, Any]]:
+    return {found["address"]: found for found in (await router.state())["members"]}
 
 
 def _tail(member: Member) -> str:

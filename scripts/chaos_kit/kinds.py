@@ -5,6 +5,7 @@ from __future__ import annotations
 from chaos_kit.outcome import Fate
 
 ALL_PREFILL = "kill_all_prefill"  # at once: what was on its way is computed again by D itself
+LAST_PREFILL = "sever_last_prefill"  # while there is no other: D asks it once more
 SCRIPTED = (
     "kill_prefill",
     ALL_PREFILL,
@@ -13,6 +14,7 @@ SCRIPTED = (
     "freeze_prefill",
     "freeze_decode",
     "sever",
+    LAST_PREFILL,
     "stall",
     "black_hole",
     "starve_prefill",

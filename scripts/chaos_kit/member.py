@@ -60,6 +60,12 @@ class Member:
         return self.process.process.pid
 
     @property
+    def address(self) -> str:
+        """Under which a worker behind a proxy registers."""
+        assert self.proxy is not None, f"{self.name} has no proxy"
+        return f"127.0.0.1:{self.proxy.port}"
+
+    @property
     def grpc(self) -> str:
         """HOST:PORT of its latest READY."""
         assert self.ready is not None, f"{self.name} was never READY"

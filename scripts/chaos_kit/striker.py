@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 from chaos_kit.fleet import Fleet
-from chaos_kit.kinds import ALL_PREFILL, SCRIPTED
+from chaos_kit.kinds import ALL_PREFILL, LAST_PREFILL, SCRIPTED
 from chaos_kit.member import Member
 from chaos_kit.proxy import Connection, Proxy, Weather
 from chaos_kit.sockets import has_port
@@ -24,6 +24,7 @@ from chaos_kit.traffic import Traffic
 AIM_S = 6.0  # wait for a transfer to strike
 AHEAD, AHEAD_AIMING = 2, 4  # strikes by which the traffic may be ahead of the script, and while one waits for a transfer
 WHOLE_S = 90.0
+MISSED_S = 15.0
 SHORT_S, LONG_S = 0.5, 2.0  # below and above the silence that makes a peer dead
 HOLE_S = 2.5
 _WEATHERS = {
@@ -89,6 +90,8 @@ class Striker:
             while self._hit & self._traffic.in_flight:
                 await asyncio.sleep(0.02)
         action, after = self._actions(kind, victim)
+        if kind == LAST_PREFILL:
+            await self._leave_alone(victim)
 
         def blow() -> None:
             action()
@@ -116,6 +119,9 @@ class Striker:
     def _actions(self, kind: str, victim: Member) -> tuple[Callable[[], None], Callable[[], Awaitable[None]]]:
         """What happens at once, and what follows until things are as before."""
         fleet, proxy = self._fleet, victim.proxy
+        if kind == LAST_PREFILL:
+            assert proxy is not None
+            return proxy.cut, lambda: _restart(fleet, self._others(victim))
         if kind.startswith("kill"):
             victims = fleet.prefill if kind == ALL_PREFILL else [victim]
             return lambda: _each(victims, fleet.kill), lambda: _restart(fleet, victims)
@@ -130,6 +136,18 @@ class Striker:
         weather = _WEATHERS[kind]
         seconds = HOLE_S if weather in (Weather.BLACK_HOLE, Weather.STARVE) else seconds
         return lambda: proxy.set_weather(weather), lambda: _later(seconds, lambda: proxy.set_weather(Weather.CLEAR))
+
+    def _others(self, victim: Member) -> list[Member]:
+        return [member for member in self._fleet.prefill if member is not victim]
+
+    async def _leave_alone(self, victim: Member) -> None:
+        """Every other P dies; new requests come to know this one alone."""
+        others = self._others(victim)
+        _each(others, self._fleet.kill)
+        try:
+            await self._fleet.until_missed(others, MISSED_S)
+        except RuntimeError as error:
+            self.problems.append(f"before {LAST_PREFILL} of {victim.name}: {error}")
 
     async def _amid_transfer(self, victim: Member, blow: Callable[[], None]) -> bool:
         """Blow when KV passes to or from the victim (for a router: any KV); False when it fell without."""

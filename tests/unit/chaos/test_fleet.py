@@ -1,4 +1,4 @@
-"""The fleet that chaos strikes: of which version its processes are."""
+"""The fleet that chaos strikes: of which version its processes are, and when it misses one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import asyncio
 from pathlib import Path
 
 import httpx
+import pytest
 from chaos_kit.fleet import Fleet, FleetPlan
 from chaos_kit.member import Member
+from chaos_kit.proxy import Proxy
 
+from jdisagg.serve.ready import Ready
 from tests.unit.waiting import until
 
 
@@ -31,5 +34,38 @@ def test_every_second_process_is_of_the_other_checkout_and_a_place_changes_when_
                 return "I am the other one" in said
 
             assert [await is_other(one) for one in (first, second, first, second)] == [True, False, False, True]
+
+    asyncio.run(body())
+
+
+def test_a_worker_is_missed_once_no_router_knows_it(tmp_path: Path) -> None:
+    known = {"r1": ["127.0.0.1:7", "127.0.0.1:8"], "r2": ["127.0.0.1:7"]}
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.host)
+        if len(asked) == 1:
+            raise httpx.ConnectError("not yet")
+        return httpx.Response(200, json={"members": [{"address": address} for address in known[request.url.host]]})
+
+    async def body() -> None:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+            fleet = Fleet(FleetPlan(model=""), tmp_path, http)
+            for name in known:
+                router = Member(name, directory=tmp_path, http=http)
+                router.ready = Ready(role="router", http=name, grpc=None, model="")
+                fleet.routers.append(router)
+            worker = Member("P1", directory=tmp_path, http=http, proxy=Proxy(lambda *_: None))
+            assert worker.proxy is not None
+            worker.proxy.port = 7
+            with pytest.raises(
+                RuntimeError, match=r"not missed within 0\.2 s: r1 knows 127\.0\.0\.1:7; r2 knows 127\.0\.0\.1:7"
+            ):
+                await fleet.until_missed([worker], 0.2)
+            del known["r2"][0]
+            with pytest.raises(RuntimeError, match=r"r1 knows 127\.0\.0\.1:7$"):
+                await fleet.until_missed([worker], 0.2)
+            del known["r1"][0]
+            await fleet.until_missed([worker], 0.2)
 
     asyncio.run(body())
