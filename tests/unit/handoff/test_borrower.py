@@ -12,7 +12,7 @@ from jdisagg.handoff.borrower import LONGEST_S, STALL_S, Borrowed, Borrower, Bor
 from jdisagg.handoff.messages import Ack, ChunkReady, Declined, Grant, HandoffId, Want
 from tests.unit.handoff.rig import BPT, CONFIG, LENDING, H, none_of, only, ready
 
-OTHER = HandoffId("other", 2)
+OTHER, THIRD = HandoffId("other", 2), HandoffId("third", 3)
 
 
 def borrower(*, reserved: bool = True) -> Borrower:
@@ -175,15 +175,30 @@ def test_kv_that_waits_behind_that_of_other_prompts_does_not_stay_away() -> None
     side.on_reserved("other#2", 5.0)
     for handoff, key in ((H, "a"), (OTHER, "b")):
         side.on_message(handoff, ready(key, 2, 6), 5.0)
-    side.on_arrived(H, "a", 5.9)
+    side.on_arrived(H, "a", 5.2)
+    side.start(THIRD, "third#3", replace(LENDING, address="d1:1"), (2, 11), 100.0)
+    side.on_reserved("third#3", 5.3)
+    side.on_message(THIRD, ready("t", 2, 6), 5.3)
+    side.on_arrived(THIRD, "t", 5.4)
+    side.on_message(H, ready("a2", 6, 10), 5.8)
+    side.release(THIRD)
     (last,) = (action for action in side.tick(6.0) if isinstance(action, Borrowed))
     assert (last.handoff, last.outcome, last.num_tokens, last.no_kv) == (OTHER, Outcome.STALLED, 0, False)
     side.start(OTHER, "other#2", replace(LENDING, address="d1:1"), (2, 11), 100.0)
     side.on_reserved("other#2", 6.0)
-    side.on_message(H, ready("c", 6, 10), 6.8)
-    side.on_arrived(H, "c", 6.9)
+    side.on_arrived(H, "a2", 6.7)
     assert side.tick(6.9) == []
     assert only(Borrowed, side.tick(7.0)).no_kv, "of another D nothing came"
+
+
+def test_one_that_stands_still_and_one_whose_time_is_over_end_at_once() -> None:
+    side = borrower()
+    side.start(OTHER, "other#2", LENDING, (2, 11), 6.0)
+    side.on_reserved("other#2", 5.0)
+    side.on_message(OTHER, ready("a", 2, 3), 5.9)
+    stalled, late = (action for action in side.tick(5.0 + STALL_S) if isinstance(action, Borrowed))
+    assert (stalled.handoff, stalled.cause, stalled.announced) == (H, "no piece for 1.0 s", False)
+    assert (late.handoff, late.cause, late.announced) == (OTHER, "not all came within 10 s", True)
 
 
 def test_of_a_d_that_published_nothing_no_kv_comes_either() -> None:

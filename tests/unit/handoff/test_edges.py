@@ -10,7 +10,7 @@ from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Overloaded, Unavailable
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.borrower import Borrowed, Borrower, Outcome
-from jdisagg.handoff.credit import WINDOW_BYTES, Credit, window_bytes_of
+from jdisagg.handoff.credit import WINDOW_BYTES, Credit, most_arriving_of, window_bytes_of
 from jdisagg.handoff.exports import ExportQueue, unguessable_key
 from jdisagg.handoff.lender import Lender, Loan
 from jdisagg.handoff.messages import (
@@ -64,6 +64,13 @@ def test_the_window_is_four_pieces_or_enough_within_the_buffer_and_two_pieces_al
 ) -> None:
     config = TransferConfig(transfer_chunk_tokens=chunk_tokens, transfer_buffer_bytes=buffer_bytes)
     assert window_bytes_of(config, BPT) == window
+
+
+@pytest.mark.parametrize(("buffer_bytes", "most"), [(40, 4), (120, 4), (121, 5), (160, 5), (1000, 26)])
+def test_pieces_that_wait_for_their_engine_fill_the_buffer_with_one_that_comes_and_are_four_always(
+    buffer_bytes: int, most: int
+) -> None:
+    assert most_arriving_of(TransferConfig(transfer_chunk_tokens=4, transfer_buffer_bytes=buffer_bytes), BPT) == most
 
 
 def test_credit_grows_with_what_has_settled_and_is_said_once() -> None:

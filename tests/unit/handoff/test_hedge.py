@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -118,6 +119,28 @@ def test_of_a_quiet_hedge_its_own_silence_is_told() -> None:
     say(side, H3, Accepted(cached_tokens=0), now_s=59.0)
     moved = say(side, H3, ready("x", 4, 8), now_s=59.0)
     assert only(act.Recovered, moved).cause == "nothing heard for 0.7 s; s was asked meanwhile"
+
+
+def test_who_waited_to_be_asked_elsewhere_is_told_of_with_its_own_silence_and_has_as_long_to_be_answered() -> None:
+    side = decode_side()
+    handoffs = [HandoffId(f"r{index}", index + 1) for index in range(MOST_HEDGES + 2)]
+    for handoff in handoffs:
+        side.start(request(request_id=handoff.request_id), 0, ("p", "q"), 0.0)
+    for handoff in handoffs:
+        say(side, handoff, Quiet(0.5 + handoff.serial))
+    for handoff in handoffs[:2]:
+        say(side, handoff, Awake())
+    opened = {action.handoff.request_id: action.handoff for action in side.tick(1.2) if isinstance(action, act.OpenStream)}
+    assert list(opened) == [handoff.request_id for handoff in handoffs[-2:]], "both at once"
+    over = {action.request_id for action in side.tick(11.1) if isinstance(action, act.Hedged)}
+    assert over == {handoff.request_id for handoff in handoffs[2:-2]}, "those have been asked for ten seconds"
+    moved = say(side, opened[handoffs[-1].request_id], Accepted(cached_tokens=0), Started())
+    assert only(act.Recovered, moved).cause == f"nothing heard for {0.5 + len(handoffs)} s; q was asked meanwhile"
+
+
+def test_a_quiet_one_gets_no_credit_for_what_still_arrives() -> None:
+    side = hedged(config=replace(CONFIG, transfer_buffer_bytes=80))
+    assert none_of(act.Send, side.on_arrived(H, "b", 1.0)[2:]), "beside what says that the piece is here"
 
 
 def test_a_hedge_that_is_heard_needs_no_third() -> None:

@@ -26,6 +26,22 @@ def test_a_quiet_one_that_only_wakes_up_to_refuse_leaves_the_request_to_the_othe
     assert final.error.message == "NaN", "nobody else would get a number either"
 
 
+@pytest.mark.parametrize("answer", [FULL, Refused(error=InvalidRequest("its context is short"))])
+def test_where_the_other_is_quiet_itself_a_third_is_asked_and_has_its_time(answer: Refused) -> None:
+    side = hedged("p", "q", "s")
+    say(side, H2, QUIET)
+    assert only(act.OpenStream, say(side, H, answer, now_s=50.0)).peer == "s"
+    assert side.tick(59.0) == []
+    assert outcome(side.tick(60.1))[2] == "s"
+
+
+def test_who_was_given_up_for_its_silence_is_named_when_time_is_over() -> None:
+    side = hedged(config=NEVER)
+    say(side, H, FULL)
+    say(side, H2, FULL, now_s=100.0)
+    assert only(act.Fail, side.tick(101.0)).error.message.endswith("without a prefill worker; p was quiet, q was full")
+
+
 SHORT = InvalidRequest("its context is short")
 NO_TOKEN = Done(first=Output(request_id="r#1", finish=FinishReason.ERROR, error=SHORT), num_chunks=0)
 

@@ -98,3 +98,11 @@ def test_stalls_are_counted_for_each_backend_and_forgotten_when_something_comes_
     one.arrived(ready("b", 0, 4, backend=backend), 2.0)
     assert [one.is_dead(name) for name in ("tcp", "grpc")] == [backend != "tcp", backend != "grpc"]
     assert one.patience == 1
+
+
+def test_where_nothing_is_fetched_nothing_is_late() -> None:
+    one = line()
+    assert one.late_s(0, FAR_S) == 0.0
+    one.begin(piece(), FAR_S, 1.0)
+    assert one.late_s(0, 1.0 + LATE_S) == LATE_S
+    assert one.late_s(0, 1.0 + LATE_S, patience=2) == 0.0

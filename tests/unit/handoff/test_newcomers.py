@@ -12,8 +12,9 @@ from jdisagg.core.fleet import MAX_PREFILL_PEERS
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.decode_side import DecodeSide
 from jdisagg.handoff.ladder import Ladder
-from jdisagg.handoff.messages import Accepted, HandoffId, Refused
-from tests.unit.handoff.rig import CONFIG, DEAD, H2, NEVER, H, decode_side, none_of, only, request, stages
+from jdisagg.handoff.messages import Accepted, Done, HandoffId, Refused
+from tests.unit.handoff.late_rig import LATE
+from tests.unit.handoff.rig import CONFIG, DEAD, FIRST, H2, NEVER, H, decode_side, none_of, only, ready, request, stages
 from tests.unit.handoff.test_both_sides import PEER_LISTS, HandoffMachine
 
 FULL = Refused(error=Overloaded("4096 requests are waiting"))
@@ -55,6 +56,18 @@ def test_who_has_come_meanwhile_goes_on_where_all_others_were_lost(config: Trans
     known[:] = ["q"]
     moved = side.on_message(H, DEAD, 0.0)
     assert (only(act.OpenStream, moved).peer, only(act.Recovered, moved).rung) == ("q", "other_prefill")
+
+
+def test_who_has_come_meanwhile_is_asked_where_no_kv_comes_and_has_its_time() -> None:
+    side, known = begun("p", config=CONFIG)
+    for message in (Accepted(cached_tokens=0), ready("a", 0, 4), Done(first=FIRST, num_chunks=3)):
+        side.on_message(H, message, 1.0)
+    side.on_reserved("r", 1.0)
+    known.append("q")
+    moved = side.tick(1.0 + 3 * LATE)
+    assert (only(act.OpenStream, moved).peer, only(act.Recovered, moved).rung) == ("q", "other_prefill")
+    assert side.tick(13.9) == []
+    assert only(act.Recovered, side.tick(14.1)).cause == "no answer for 10 s"
 
 
 def test_who_comes_in_the_pause_of_the_only_one_that_was_lost_is_asked_instead() -> None:

@@ -43,7 +43,7 @@ def test_a_stream_that_has_outgrown_every_prefill_worker_is_lost_and_not_its_cli
     failed = only(act.Fail, side.on_message(H, message, 1.0)).error
     assert isinstance(failed, HandoffLost)
     assert "12 tokens, are more than any prefill worker takes (its pool is 8 tokens)" in failed.message
-    assert "--max-model-len" in failed.message
+    assert "; give prefill workers the pages and --max-model-len of the decode workers, or allow local" in failed.message
 
 
 @pytest.mark.parametrize("error", [InvalidRequest("its context is 8 tokens"), ModelNotFound("it serves another one")])
