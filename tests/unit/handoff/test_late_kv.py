@@ -139,6 +139,15 @@ def test_a_piece_that_makes_no_sense_leaves_the_request_to_the_hedge() -> None:
     assert side.on_message(H2, Started(), 3.4) == [act.PeerReady("r")]
 
 
+def test_where_the_hedge_is_quiet_as_well_a_third_is_asked_and_has_its_time() -> None:
+    side = computed("p", "q", "s", backends=("fake", "spare"))
+    side.tick(2.0 + LATE)
+    side.on_message(H2, Quiet(0.6), 3.2)
+    assert only(act.OpenStream, side.on_message(H, ready("d", 4, 8), 3.3)).peer == "s"
+    assert side.tick(13.2) == []
+    assert only(act.Hedged, side.tick(13.4)).other == "s"
+
+
 def test_nobody_waits_for_kv_before_the_first_token_is_there() -> None:
     side = begun()
     side.on_message(H, ready("a", 0, 4), 1.0)

@@ -246,6 +246,16 @@ def test_who_takes_a_piece_now_and_then_is_slow_and_keeps_its_share() -> None:
     assert [told.split(":")[0] for told in beat(prefill, 59.1)] == ["request slow-0"]
 
 
+def test_time_in_which_p_stood_still_itself_is_held_against_no_receiver() -> None:
+    prefill = Prefill(num_pieces_of_room=2)
+    prefill.opened("slow", 0)
+    prefill.opened("waits", 0)
+    assert beat(prefill, 20.0) == []
+    prefill.now_s = 60.0
+    assert beat(prefill, 69.9) == []
+    assert len(beat(prefill, 70.5)) == 1
+
+
 def test_a_large_piece_may_take_as_long_as_a_slow_network_needs() -> None:
     prefill = Prefill(num_pieces_of_room=2, bytes_per_token=2**20)
     prefill.opened("slow", 0)
