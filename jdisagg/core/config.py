@@ -17,6 +17,9 @@ _OVER_A_WIRE = ("auto", "grpc", "tcp", "shm", "jax")
 _TWO_KINDS = ("local", "colocated")  # one command starts engines of both kinds
 
 
+LEAST_MODEL_LEN = 8  # tokens of the shortest context; a worker's first request, its own, has six
+
+
 def _flag(default: Any, help: str, **more: Any) -> Any:
     """A field that is a flag. `more`: what else a `jdisagg.core.flags.Flag` has."""
     return field(default=default, metadata={"help": help, **more})
@@ -57,7 +60,7 @@ class ModelConfig:
     )
     kv_cache_dtype: str = _flag("auto", "KV cache; auto = --dtype", choices=("auto", "float32", "bfloat16", "float16", "int8"))
     # None = the model's own, at most what the pool holds
-    max_model_len: int | None = _flag(None, "prompt + generated tokens; default: the model's own", minimum=8)
+    max_model_len: int | None = _flag(None, "prompt + generated tokens; default: the model's own", minimum=LEAST_MODEL_LEN)
     tensor_parallel_size: int = _flag(1, "devices per model", minimum=1, maximum=1024)
     numerics: Numerics = _flag(Numerics.FAST, "exact: a token never depends on its neighbours, bit for bit")
     layer_loop: LayerLoop = _flag(LayerLoop.AUTO, "layers in a Python loop, or lax.scan for a short compilation")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from jdisagg.core.config import CacheConfig, Config, LocalPrefill, Numerics, SchedulerConfig
+from jdisagg.core.config import LEAST_MODEL_LEN, CacheConfig, Config, LocalPrefill, Numerics, SchedulerConfig
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.requests import Role
 from jdisagg.engine.buckets import SCORE_ROWS, decode_buckets, prefill_buckets
@@ -58,6 +58,12 @@ def size_engine(
         raise ConfigError(
             f"--max-model-len: got {wanted_len}, {num_pages} pages of {layout.page_size} tokens hold {max_model_len}; "
             f"lower it to {max_model_len}, or give --num-pages {needed} or --kv-cache-bytes {needed * layout.bytes_per_page}"
+        )
+    if max_model_len < LEAST_MODEL_LEN <= longest:
+        least = pages_for(LEAST_MODEL_LEN, layout.page_size)
+        raise ConfigError(
+            f"--num-pages: {num_pages} pages of {layout.page_size} tokens hold {max_model_len}, wanted at least "
+            f"{LEAST_MODEL_LEN}; give --num-pages {least} or --kv-cache-bytes {least * layout.bytes_per_page}"
         )
     runner = runner_shape(config, role, max_model_len, layout)
     device = DeviceShape(

@@ -73,4 +73,5 @@ class ForkGroups:
 
 def _shares_prompt(one: EngineRequest, other: EngineRequest) -> bool:
     """A group's name alone proves nothing: clients choose request ids, and two of them may choose the same one."""
-    return one.cache_salt == other.cache_salt and one.prompt_token_ids == other.prompt_token_ids
+    ours, theirs = one.prompt_token_ids, other.prompt_token_ids
+    return one.cache_salt == other.cache_salt and (ours is theirs or ours == theirs)  # comparing a long one takes a while

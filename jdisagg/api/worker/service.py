@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import Protocol
@@ -143,6 +144,7 @@ class _RunStream:
         self._grammars = grammars
         # by request id and attempt; its grammar is held, or being compiled, and the engine does not know the request yet
         self._live: dict[tuple[str, int], Compiled | asyncio.Task[None] | None] = {}
+        self._last: EngineRequest | None = None  # to have come, if it is a choice of several
         self._outputs = OutputBacklog()
         self._encoded = InOrder(encode_output, self._append)
         self._heartbeat_due = True
@@ -196,11 +198,20 @@ class _RunStream:
 
     def _submit(self, message: common_pb2.EngineRequest) -> None:
         try:
-            request = decode_request(message, monotonic())
+            request = self._with_shared_prompt(decode_request(message, monotonic()))
             self._live[request.request_id, request.attempt] = None
             self._hand_on(request)
         except RequestError as error:
             self._fail((message.request_id, message.attempt), error)
+
+    def _with_shared_prompt(self, request: EngineRequest) -> EngineRequest:
+        """The choices of one prompt come one behind the other, each with a copy of it: one is kept."""
+        last, self._last = self._last, request if request.fork_group else None
+        if self._last is None or last is None or last.fork_group != request.fork_group:
+            return request
+        if last.prompt_token_ids == request.prompt_token_ids:
+            self._last = replace(request, prompt_token_ids=last.prompt_token_ids)
+        return self._last
 
     def _hand_on(self, request: EngineRequest) -> None:
         """To the engine, which is not to wait until its grammar is compiled."""

@@ -53,6 +53,17 @@ def test_a_share_leaves_room_for_kv_on_its_way(role: Role) -> None:
     assert taken == pytest.approx(2 * MOST_BYTES, rel=1e-3)
 
 
+@pytest.mark.parametrize("cache", [CacheConfig(page_size=4, num_pages=2), CacheConfig(page_size=1, num_pages=8)])
+def test_a_pool_that_holds_no_request_is_refused_with_the_size_that_would_do(cache: CacheConfig) -> None:
+    config, memory = replace(CONFIG, model=ModelConfig(), cache=cache), DeviceMemory(limit_bytes=0, in_use_bytes=0)
+    with pytest.raises(
+        ConfigError, match=r"--num-pages: .* hold (4|7), wanted at least 8; give --num-pages (\d+) or"
+    ) as refused:
+        num_pages(memory, config)
+    enough = int(str(refused.value).split("give --num-pages ")[1].split()[0])
+    assert num_pages(memory, replace(config, cache=replace(cache, num_pages=enough))) == enough == -(-8 // cache.page_size) + 1
+
+
 def test_a_cache_that_every_step_copies_is_as_small_as_on_a_cpu() -> None:
     loaded, _ = load("float32", 1)
     tpu = choose_layout(loaded.spec.kv_spec("bfloat16"), planned_mesh("tpu", 1), CONFIG.cache.page_size)
