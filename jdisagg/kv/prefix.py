@@ -29,6 +29,10 @@ class PrefixIndex:
         """Whether the page can be found."""
         return page in self._key_of
 
+    def knows(self, key: bytes) -> bool:
+        """Whether a page is found under that key, if all those before it are."""
+        return key in self._page_of
+
     def keys(self, token_ids: Sequence[int], salt: str = "") -> list[bytes]:
         """Keys of all full pages of `token_ids`."""
         keys: list[bytes] = []

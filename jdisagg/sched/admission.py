@@ -26,7 +26,8 @@ class Admission:
     def take_memory(self, sequence: Sequence) -> bool:
         """Reserve pages of all tokens known so far; the gate also keeps room for the start of the output."""
         pages = self._table.pages
-        hits, total = self._hits(sequence), pages.pages_for(self.gate_tokens(sequence))
+        total = pages.pages_for(self.gate_tokens(sequence))
+        hits = self._hits(sequence, least=total - pages.num_unpromised)
         if self._cost(sequence, hits, total) > pages.num_unpromised:
             return False
         if sequence.wait.host_tokens:
@@ -95,11 +96,12 @@ class Admission:
         first = min(candidates, key=lambda s: s.order)
         return pinned[-1] if self.needs(first) > self._table.pages.num_free else None
 
-    def find_prefix(self, sequence: Sequence) -> tuple[int, ...]:
-        """At least one token stays to be computed, for its logits; prompt log-probabilities need every position computed."""
+    def find_prefix(self, sequence: Sequence, *, least: int = 0) -> tuple[int, ...]:
+        """At least one token stays to be computed, for its logits; prompt log-probabilities need every position computed.
+        Fewer pages than `least` may be told as none."""
         if sequence.wants_prompt_logprobs:
             return ()
-        return self._table.pages.find(sequence, sequence.target - 1)
+        return self._table.pages.find(sequence, sequence.target - 1, least=least)
 
     def _reserve(self, sequence: Sequence, total: int) -> None:
         """Take the pages of what is known, and have the rest of `total` kept for it."""
@@ -108,10 +110,10 @@ class Admission:
         assert grown is not None, f"the gate let {sequence.request_id} in, which does not fit"
         pages.set_aside(sequence.holding, total)
 
-    def _hits(self, sequence: Sequence) -> tuple[int, ...]:
+    def _hits(self, sequence: Sequence, *, least: int = 0) -> tuple[int, ...]:
         """Pages it would take over: one that fetches has pinned them, one whose KV is on the host has it all."""
         is_here = sequence.status is Status.PREALLOC or sequence.wait.host_tokens
-        return () if is_here else self.find_prefix(sequence)
+        return () if is_here else self.find_prefix(sequence, least=least)
 
     def _cost(self, sequence: Sequence, hits: tuple[int, ...], total: int) -> int:
         """Free pages that a sequence without memory needs to have `total`."""

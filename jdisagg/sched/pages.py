@@ -41,12 +41,15 @@ class PageBook:
         """Pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
-    def find(self, sequence: Sequence, max_tokens: int) -> tuple[int, ...]:
-        """Indexed pages of the sequence's first `max_tokens` known tokens, longest prefix; nothing is taken."""
-        if not self._caching:
-            return ()
+    def find(self, sequence: Sequence, max_tokens: int, *, least: int = 0) -> tuple[int, ...]:
+        """Indexed pages of the sequence's first `max_tokens` known tokens, longest prefix; nothing is taken. Those of a long
+        prompt are not gone through where fewer than `least` are found, which are told as none."""
         num_pages = max_tokens // self.page_size
+        if not self._caching or num_pages < least:
+            return ()
         self._hash(sequence, num_pages)
+        if least > 0 and not self._index.knows(sequence.holding.keys[least - 1]):
+            return ()
         return self._index.match_keys(sequence.holding.keys[:num_pages])
 
     def cost(self, hits: tuple[int, ...], num_pages: int) -> int:

@@ -128,6 +128,27 @@ def test_a_step_in_which_all_waiting_lack_memory_does_the_same_work_with_5000_as
     assert many.counts()["waiting"] == MANY
 
 
+def while_memory_is_short(num_shared: int) -> list[Work]:
+    """Of steps in which prompts wait of which the first `num_shared` tokens are here, with too few pages for the rest."""
+    shared = tuple(range(10, 10 + num_shared))
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=512, reserved_decode_tokens=0),
+        role=Role.UNIFIED, max_model_len=512, page_size=4, num_pages=1 + num_shared // 4 + 20, eos_token_ids=(),
+    )  # fmt: skip
+    scheduler.add(request("runs", (*shared, *(1,) * 17), 30), 0.0)
+    step(scheduler)
+    for number in range(8):
+        scheduler.add(request(f"waits{number}", (*shared, *(2 + number,) * 70), 2), 0.0)
+    found = works(scheduler)
+    assert scheduler.counts()["running"] == 1
+    assert scheduler.counts()["waiting"] == 8
+    return found
+
+
+def test_what_is_here_of_prompts_that_do_not_fit_is_not_gone_through_in_every_step() -> None:
+    assert while_memory_is_short(400)[1:] == while_memory_is_short(40)[1:]
+
+
 @pytest.mark.covers("V45")
 def test_the_work_of_a_decode_step_grows_in_proportion_to_who_runs() -> None:
     few, many = (loaded(0, running=n, pages=17 * n) for n in (RUNNING, 8 * RUNNING))
