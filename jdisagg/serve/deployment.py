@@ -29,7 +29,7 @@ class Deployment:
         """`core` is that of the engine added last; an engine's cache events are kept for listeners on `loop`."""
         self.core = core
         self.num_executables = core.num_executables
-        self.gate = None if core.grammars is None else GrammarGate(core.grammars, core.metrics)
+        self.gate = None if core.grammars is None else GrammarGate(core.grammars.vocabulary, core.metrics)
         self.engines: list[EngineThread] = []
         self.peer_server: PieceServer | None = None
         self.peer_client: GrpcPeerClient | None = None

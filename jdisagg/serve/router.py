@@ -36,18 +36,19 @@ from jdisagg.serve.lateness import observe_lateness
 from jdisagg.serve.process import Process, keep_what_is_there
 from jdisagg.serve.ready import Ready, announce
 from jdisagg.serve.text_edge import TextModel, make_edge, read_text_model
-from jdisagg.text.grammar import Grammars
+from jdisagg.text.grammar import Vocabulary
 from jdisagg.v1 import admin_pb2_grpc, fleet_pb2_grpc, generation_pb2_grpc
 
 SERVICES = ("jdisagg.v1.GenerationService", "jdisagg.v1.FleetService", "jdisagg.v1.AdminService")
 GRPC_STOP_S = 1.0  # for calls that are still open after the drain
 
 
-def _read(model: str) -> tuple[TextModel, Grammars | None]:
-    """Raises ConfigError."""
+def _read(model: str) -> tuple[TextModel, Vocabulary | None]:
+    """None: answers cannot be constrained. Raises ConfigError."""
     directory = resolve_model(model, weights=False)
     text = read_text_model(directory)
-    return text, grammars_of(text.tokenizer, text.tokenizer.vocab_size, eos_token_ids(directory))
+    grammars = grammars_of(text.tokenizer, text.tokenizer.vocab_size, eos_token_ids(directory))
+    return text, grammars and grammars.vocabulary
 
 
 async def serve(config: Config, process: Process) -> int:
@@ -58,7 +59,7 @@ async def serve(config: Config, process: Process) -> int:
     address = bind(server, config.server.host, config.server.grpc_port)
     listener = listen(config.server.host, config.server.port)
     model = config.served_name
-    text, grammars = await process.unless_stopped(asyncio.to_thread(_read, config.model.model))
+    text, vocabulary = await process.unless_stopped(asyncio.to_thread(_read, config.model.model))
     metrics = Metrics(engine=False)
     metrics.set_build(role="router", model=model)
     engine = FleetEngine(
@@ -71,7 +72,7 @@ async def serve(config: Config, process: Process) -> int:
         entrance=Entrance(text.tokenizer.digest(), config.model.served_model_name),
     )
     metrics.set_ready(lambda: engine.health().serves)
-    gate = None if grammars is None else GrammarGate(grammars, metrics)
+    gate = None if vocabulary is None else GrammarGate(vocabulary, metrics)
     edge = make_edge(engine, text, config.server, config.model, metrics, grammars=gate)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), server)
     fleet = FleetService(engine.workers, config.transfer)

@@ -135,10 +135,6 @@ class Grammars:
         self._kept: dict[Grammar, Compiled] = {}
         self._renewing: set[Grammar] = set()
 
-    def has(self, grammar: Grammar) -> bool:
-        """Whether it was compiled lately, or is held."""
-        return grammar in self._there
-
     async def ahead(self, grammar: Grammar) -> Compiled:
         """While this is held, `matcher` takes no time for it. Raises as `compile` does, Overloaded while too much is held,
         Unavailable where no thread is left, and RequestError when something else is in the way, which is logged."""

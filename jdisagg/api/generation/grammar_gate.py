@@ -1,8 +1,7 @@
 """Grammars of clients are compiled in a process of their own first: one that no compiler survives ends that process alone.
 
-    compiled lately -> nothing to do
-    refused lately  -> refused
-    else            -> the checker compiles it, then a thread here does
+    known -> what was found then
+    else  -> the checker compiles it; what is good, engines compile for themselves
 
 One check at a time; requests with the same grammar share it, and who waits no longer ends nothing.
 """
@@ -25,11 +24,11 @@ from jdisagg.core.latest import remember
 from jdisagg.core.logs import Seldom
 from jdisagg.core.metrics import COMPILED, ENDLESS, REFUSED, Metrics
 from jdisagg.core.requests import Grammar
-from jdisagg.text.grammar import Grammars, Vocabulary
+from jdisagg.text.grammar import Vocabulary
 from jdisagg.text.grammar_checker import MOST_S
 
 MOST_WAITING = 64  # grammars that nobody has seen: milliseconds each, where none takes MOST_S
-MOST_REFUSED = 256  # that are remembered
+MOST_KNOWN = 256  # the latest
 _WAIT_S = 15.0  # of a clock, for what has MOST_S of a processor: beyond, the machine is at fault, not the grammar
 _START_S = 30.0  # a Python interpreter, and a large tokenizer to read
 _TOLD_EVERY_S = 10.0
@@ -42,25 +41,24 @@ log = logging.getLogger(__name__)
 
 
 class GrammarGate:
-    """Lets grammars into `grammars`. Use from one event loop; the checker starts with the first grammar."""
+    """Lets grammars through to engines. Use from one event loop; the checker starts with the first grammar."""
 
-    def __init__(self, grammars: Grammars, metrics: Metrics) -> None:
-        self._grammars = grammars
+    def __init__(self, vocabulary: Vocabulary, metrics: Metrics) -> None:
         self._outcomes = metrics.requests.grammars
-        self._refused: dict[Grammar, str] = {}
+        self._known: dict[Grammar, str] = {}  # what is wrong with each; "" = nothing
         self._checks: dict[Grammar, asyncio.Task[str | RequestError]] = {}
         self._one_at_a_time = asyncio.Lock()
-        self._checker = _Checker(grammars.vocabulary)
+        self._checker = _Checker(vocabulary)
         self._told, self._told_unchecked = Seldom(_TOLD_EVERY_S), Seldom(_TOLD_EVERY_S)
 
     async def prepare(self, grammar: Grammar) -> None:
-        """When this returns, `grammars` has it. Raises InvalidRequest, Overloaded while too many others are looked at or held,
-        Unavailable where none can be looked at, and RequestError when something else is in the way."""
-        if self._grammars.has(grammar):
-            return
-        error: str | RequestError | None = self._refused.get(grammar)
+        """When this returns, an engine can compile it. Raises InvalidRequest, Overloaded while too many others are looked at,
+        and Unavailable where none can be looked at."""
+        error: str | RequestError | None = self._known.get(grammar)
         if error is None:
             error = await asyncio.shield(self._check(grammar))
+        else:
+            remember(self._known, grammar, error, MOST_KNOWN)
         if isinstance(error, RequestError):
             raise error
         if error:
@@ -84,23 +82,18 @@ class GrammarGate:
         return task
 
     async def _answer(self, grammar: Grammar) -> str | RequestError:
-        """What is wrong with it; "" = it is compiled here. What is no fault of the grammar is returned, too: who waited may
-        have gone, and asyncio logs what nobody was told."""
+        """What is wrong with it; "" = nothing. What is no fault of the grammar is returned, too: who waited may have gone, and
+        asyncio logs what nobody was told."""
         try:
             async with self._one_at_a_time:
                 error = await self._ask(grammar)
-            if not error:
-                await self._grammars.ahead(grammar)
-        except InvalidRequest as refused:
-            error = refused.message
-        except RequestError as failure:
-            if isinstance(failure, Unavailable) and not self._checker.is_closed:
+        except Unavailable as failure:
+            if not self._checker.is_closed:
                 text = "requests with a grammar that is new here fail: %s"
                 self._told_unchecked.say(log, logging.WARNING, text, failure.message, now_s=monotonic())
             return failure.with_traceback(None)
         self._outcomes.labels(outcome=COMPILED if not error else ENDLESS if error is _ENDLESS else REFUSED).inc()
-        if error:
-            remember(self._refused, grammar, error, MOST_REFUSED)
+        remember(self._known, grammar, error, MOST_KNOWN)
         return error
 
     async def _ask(self, grammar: Grammar) -> str:

@@ -44,6 +44,11 @@ async def begun(gate: GrammarGate, asking: Coroutine[Any, Any, T]) -> asyncio.Ta
     return asked
 
 
+def passed(gate: GrammarGate, *grammars: Grammar) -> bool:
+    """All of them are known to be good."""
+    return all(gate._known.get(grammar) == "" for grammar in grammars)
+
+
 async def refused(gate: GrammarGate, grammar: Grammar) -> str:
     with pytest.raises(InvalidRequest) as error:
         await gate.prepare(grammar)

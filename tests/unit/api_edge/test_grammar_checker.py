@@ -16,7 +16,7 @@ from jdisagg.core.errors import Unavailable
 from jdisagg.core.metrics import Metrics
 from jdisagg.text.grammar_checker import MOST_S
 from tests.unit.api_edge.gate_rig import ENDLESS, GOOD
-from tests.unit.text.grammar_rig import demo_grammars, regex
+from tests.unit.text.grammar_rig import demo_vocabulary, regex
 from tests.unit.wire.rig import run_quiet, until
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
 @pytest.mark.parametrize("when", ["never used", "idle", "starting", "compiling", "hanging", "with others waiting", "twice"])
 def test_closing_leaves_nothing_and_starts_nothing(when: str, caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
-        gate, tasks = GrammarGate(demo_grammars(), Metrics()), list[asyncio.Task[None]]()
+        gate, tasks = GrammarGate(demo_vocabulary(), Metrics()), list[asyncio.Task[None]]()
         if when not in {"never used", "starting"}:
             await gate.prepare(GOOD[0])
         started = {
@@ -58,10 +58,10 @@ import asyncio, sys
 from jdisagg.api.generation.grammar_gate import GrammarGate
 from jdisagg.core.metrics import Metrics
 from tests.unit.api_edge.gate_rig import ENDLESS, GOOD
-from tests.unit.text.grammar_rig import demo_grammars
+from tests.unit.text.grammar_rig import demo_vocabulary
 
 async def main():
-    gate = GrammarGate(demo_grammars(), Metrics())
+    gate = GrammarGate(demo_vocabulary(), Metrics())
     await gate.prepare(GOOD[0])
     task = asyncio.create_task(gate.prepare(ENDLESS)) if sys.argv[1] == "hanging" else None
     await asyncio.sleep(0.5)

@@ -10,13 +10,13 @@ from time import monotonic
 import pytest
 
 from jdisagg.api.generation import grammar_gate
-from jdisagg.api.generation.grammar_gate import MOST_REFUSED, MOST_WAITING, GrammarGate
+from jdisagg.api.generation.grammar_gate import MOST_KNOWN, MOST_WAITING, GrammarGate
 from jdisagg.core.errors import InvalidRequest, Overloaded
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Grammar
 from jdisagg.text.grammar_checker import MOST_S
-from tests.unit.api_edge.gate_rig import ENDLESS, GOOD, pid_of, refused
-from tests.unit.text.grammar_rig import demo_grammars, lark, regex, schema
+from tests.unit.api_edge.gate_rig import ENDLESS, GOOD, passed, pid_of, refused
+from tests.unit.text.grammar_rig import demo_vocabulary, lark, regex, schema
 from tests.unit.wire.rig import run_quiet, until
 
 CHAIN = lark("\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(5000)), 'r5000: "x"']) + "\n")
@@ -39,14 +39,14 @@ def test_what_no_compiler_survives_is_refused_alone_and_remembered(
     bad: Grammar, impatient: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def body() -> None:
-        gate = GrammarGate(grammars := demo_grammars(), Metrics())
+        gate = GrammarGate(demo_vocabulary(), Metrics())
         await gate.prepare(GOOD[0])
         first, (one, next_one) = pid_of(gate), (bad, GOOD[1])
         asked = [asyncio.create_task(gate.prepare(grammar)) for grammar in (one, next_one)]
         with pytest.raises(InvalidRequest, match="takes too long or too much memory"):
             await asked[0]
         await asked[1]
-        assert grammars.has(next_one)
+        assert passed(gate, next_one)
         second = pid_of(gate)
         assert second != first
         began_s = monotonic()
@@ -62,7 +62,7 @@ def test_what_no_compiler_survives_is_refused_alone_and_remembered(
 
 def test_what_is_wrong_with_a_grammar_is_said_and_ends_no_process() -> None:
     async def body() -> None:
-        gate = GrammarGate(demo_grammars(), Metrics())
+        gate = GrammarGate(demo_vocabulary(), Metrics())
         await gate.prepare(GOOD[0])
         first = pid_of(gate)
         for bad, why in (
@@ -78,17 +78,22 @@ def test_what_is_wrong_with_a_grammar_is_said_and_ends_no_process() -> None:
     run_quiet(body())
 
 
-def test_so_many_refusals_are_remembered_and_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert MOST_REFUSED > 10
-    monkeypatch.setattr(grammar_gate, "MOST_REFUSED", 2)
+def test_so_many_answers_are_remembered_and_the_one_that_was_used_longest_ago_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert MOST_KNOWN > 10
+    monkeypatch.setattr(grammar_gate, "MOST_KNOWN", 2)
 
     async def body() -> None:
-        gate, asked = GrammarGate(demo_grammars(), Metrics()), list[str]()
+        gate, asked = GrammarGate(demo_vocabulary(), Metrics()), list[str]()
         ask = gate._checker.ask
         monkeypatch.setattr(gate._checker, "ask", lambda grammar: asked.append(grammar.text) or ask(grammar))
         for text in ("(", "((", "(((", "((", "(((", "("):
             await refused(gate, regex(text))
         assert asked == ["(", "((", "(((", "("]
+        for text in ("a", "b", "a", "c", "a", "b"):
+            await gate.prepare(regex(text))
+        assert asked[4:] == ["a", "b", "c", "b"]
         await gate.aclose()
 
     run_quiet(body())
@@ -99,7 +104,7 @@ def test_grammars_that_each_take_much_do_not_take_of_what_the_next_one_may_have(
     monkeypatch.setattr(grammar_gate, "_COMMAND", (sys.executable, "-c", code))
 
     async def body() -> None:
-        gate = GrammarGate(demo_grammars(), Metrics())
+        gate = GrammarGate(demo_vocabulary(), Metrics())
         await gate.prepare(regex("a"))
         first = pid_of(gate)
         for i in range(4):  # 80 MB each
@@ -112,13 +117,13 @@ def test_grammars_that_each_take_much_do_not_take_of_what_the_next_one_may_have(
 
 def test_requests_with_one_grammar_share_its_check_and_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
-        gate, asked = GrammarGate(grammars := demo_grammars(), Metrics()), list[Grammar]()
+        gate, asked = GrammarGate(demo_vocabulary(), Metrics()), list[Grammar]()
         ask = gate._checker.ask
         monkeypatch.setattr(gate._checker, "ask", lambda grammar: asked.append(grammar) or ask(grammar))
         await asyncio.gather(*(gate.prepare(GOOD[0]) for _ in range(50)))
         await gate.prepare(GOOD[0])
         assert asked == GOOD[:1]
-        assert grammars.has(GOOD[0])
+        assert passed(gate, GOOD[0])
         errors = await asyncio.gather(*(gate.prepare(regex("(")) for _ in range(50)), return_exceptions=True)
         assert {type(error) for error in errors} == {InvalidRequest}
         assert asked == [GOOD[0], regex("(")]
@@ -129,7 +134,7 @@ def test_requests_with_one_grammar_share_its_check_and_it_is_compiled_once(monke
 
 def test_who_waits_no_longer_ends_the_check_for_nobody_else_and_leaves_its_answer_to_no_other_question(impatient: None) -> None:
     async def body() -> None:
-        gate = GrammarGate(grammars := demo_grammars(), Metrics())
+        gate = GrammarGate(demo_vocabulary(), Metrics())
         await gate.prepare(GOOD[0])
         one, other = (asyncio.create_task(gate.prepare(ENDLESS)) for _ in range(2))
         await asyncio.sleep(0.2)
@@ -146,7 +151,7 @@ def test_who_waits_no_longer_ends_the_check_for_nobody_else_and_leaves_its_answe
         await asyncio.sleep(0.001)
         alone.cancel()
         assert "unclosed" in await refused(gate, regex("a("))
-        await until(lambda: grammars.has(GOOD[1]))
+        await until(lambda: passed(gate, GOOD[1]))
         await gate.aclose()
 
     run_quiet(body())
@@ -156,10 +161,10 @@ def test_each_of_many_clients_at_once_may_have_a_grammar_of_its_own() -> None:
     """Sixty-four are what benchmarks of such answers send together; ordinary ones are checked in milliseconds."""
 
     async def body() -> None:
-        gate = GrammarGate(grammars := demo_grammars(), Metrics())
+        gate = GrammarGate(demo_vocabulary(), Metrics())
         new = [regex(f"{i}[a-z]") for i in range(64)]
         await asyncio.gather(*map(gate.prepare, new))
-        assert all(map(grammars.has, new))
+        assert passed(gate, *new)
         await gate.aclose()
 
     run_quiet(body())
@@ -167,7 +172,7 @@ def test_each_of_many_clients_at_once_may_have_a_grammar_of_its_own() -> None:
 
 def test_more_than_so_many_new_grammars_at_once_are_told_to_come_again(impatient: None) -> None:
     async def body() -> None:
-        gate = GrammarGate(grammars := demo_grammars(), Metrics())
+        gate = GrammarGate(demo_vocabulary(), Metrics())
         await gate.prepare(GOOD[0])
         tasks = [asyncio.create_task(gate.prepare(grammar)) for grammar in (ENDLESS, *GOOD[1:MOST_WAITING])]
         await asyncio.sleep(0.05)
@@ -179,7 +184,7 @@ def test_more_than_so_many_new_grammars_at_once_are_told_to_come_again(impatient
         results = await asyncio.gather(*tasks, again, return_exceptions=True)
         assert [type(result) for result in results] == [InvalidRequest, *[type(None)] * MOST_WAITING]
         await gate.prepare(GOOD[MOST_WAITING])
-        assert grammars.has(GOOD[MOST_WAITING])
+        assert passed(gate, GOOD[MOST_WAITING])
         await gate.aclose()
 
     run_quiet(body())

@@ -19,8 +19,8 @@ from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Grammar, SamplingParams
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine
-from tests.unit.api_edge.gate_rig import GOOD, pid_of
-from tests.unit.text.grammar_rig import demo_grammars
+from tests.unit.api_edge.gate_rig import GOOD, passed, pid_of
+from tests.unit.text.grammar_rig import demo_vocabulary
 from tests.unit.wire.rig import run_quiet, until
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 def test_a_deadline_passes_while_a_grammar_is_checked(tokenizer: Tokenizer) -> None:
     async def body() -> None:
-        gate = GrammarGate(grammars := demo_grammars(), Metrics())
+        gate = GrammarGate(demo_vocabulary(), Metrics())
         edge = Edge(FakeEngine(tokenizer, "fox"), tokenizer, grammars=gate)
         await gate.prepare(GOOD[0])
         os.kill(checker := pid_of(gate), signal.SIGSTOP)
@@ -39,7 +39,7 @@ def test_a_deadline_passes_while_a_grammar_is_checked(tokenizer: Tokenizer) -> N
                 await task
         os.kill(checker, signal.SIGCONT)
         await in_time
-        assert all(map(grammars.has, GOOD[:4])), "what was begun is there for the next one"
+        assert passed(gate, *GOOD[:4]), "what was begun is there for the next one"
         await gate.aclose()
 
     run_quiet(body())
@@ -51,7 +51,7 @@ def test_a_check_that_fails_when_nobody_waits_any_more_leaves_no_traceback(
     monkeypatch.setattr(grammar_gate, "_COMMAND", (sys.executable, "-c", "import time; time.sleep(1.0)"))
 
     async def body() -> None:
-        gate = GrammarGate(demo_grammars(), Metrics())
+        gate = GrammarGate(demo_vocabulary(), Metrics())
         edge = Edge(FakeEngine(tokenizer, "fox"), tokenizer, grammars=gate)
         with pytest.raises(DeadlineExceeded):
             await edge.admit(request(GOOD[0], 0.1))

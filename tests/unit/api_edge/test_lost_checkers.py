@@ -15,8 +15,8 @@ from jdisagg.api.generation import grammar_gate
 from jdisagg.api.generation.grammar_gate import GrammarGate
 from jdisagg.core.errors import Unavailable
 from jdisagg.core.metrics import Metrics
-from tests.unit.api_edge.gate_rig import ENDLESS, GOOD, SLOW, begun, pid_of, refused
-from tests.unit.text.grammar_rig import demo_grammars
+from tests.unit.api_edge.gate_rig import ENDLESS, GOOD, SLOW, begun, passed, pid_of, refused
+from tests.unit.text.grammar_rig import demo_vocabulary
 from tests.unit.wire.rig import run_quiet
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -36,13 +36,13 @@ main()
 @pytest.mark.parametrize("wait_s", [0.0, 0.5])
 def test_a_checker_that_something_else_killed_speaks_against_no_grammar(wait_s: float) -> None:
     async def body() -> None:
-        gate = GrammarGate(grammars := demo_grammars(), Metrics())
+        gate = GrammarGate(demo_vocabulary(), Metrics())
         for i in range(3):
             await gate.prepare(GOOD[i])
             os.kill(pid_of(gate), signal.SIGKILL)
             await asyncio.sleep(wait_s)
         await gate.prepare(GOOD[3])
-        assert all(map(grammars.has, GOOD[:4]))
+        assert passed(gate, *GOOD[:4])
         await gate.aclose()
 
     run_quiet(body())
@@ -51,7 +51,7 @@ def test_a_checker_that_something_else_killed_speaks_against_no_grammar(wait_s: 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_grammar_in_whose_middle_something_else_kills_the_checker_may_come_again(number: signal.Signals) -> None:
     async def body() -> None:
-        gate = GrammarGate(demo_grammars(), Metrics())
+        gate = GrammarGate(demo_vocabulary(), Metrics())
         await gate.prepare(GOOD[0])
         asked = await begun(gate, gate.prepare(SLOW))
         assert not asked.done()
@@ -82,7 +82,7 @@ def test_a_checker_that_does_not_start_speaks_against_no_grammar(
     monkeypatch.setattr(grammar_gate, "_TOLD_EVERY_S", 600.0)
 
     async def body() -> None:
-        gate, works = GrammarGate(demo_grammars(), Metrics()), grammar_gate._COMMAND
+        gate, works = GrammarGate(demo_vocabulary(), Metrics()), grammar_gate._COMMAND
         monkeypatch.setattr(grammar_gate, "_COMMAND", command)
         for _ in range(2):
             with pytest.raises(Unavailable, match=f"^grammars cannot be checked, .*{why}$"):
@@ -93,7 +93,7 @@ def test_a_checker_that_does_not_start_speaks_against_no_grammar(
         monkeypatch.setattr(grammar_gate, "_COMMAND", works)
         await gate.prepare(GOOD[0])
         await gate.aclose()
-        ended = GrammarGate(demo_grammars(), Metrics())  # it has said nothing yet
+        ended = GrammarGate(demo_vocabulary(), Metrics())  # it has said nothing yet
         await ended.aclose()
         with pytest.raises(Unavailable, match="about to end"):
             await ended.prepare(GOOD[1])
@@ -107,7 +107,7 @@ def test_a_machine_that_has_no_thread_left_speaks_against_no_grammar(monkeypatch
         raise RuntimeError("can't start new thread")
 
     async def body() -> None:
-        gate = GrammarGate(demo_grammars(), Metrics())
+        gate = GrammarGate(demo_vocabulary(), Metrics())
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", none_left)
             with pytest.raises(Unavailable, match=r"^grammars cannot be checked, .*can't start new thread"):
@@ -122,7 +122,7 @@ def test_a_checker_that_stands_still_is_replaced(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(grammar_gate, "_WAIT_S", 0.5)
 
     async def body() -> None:
-        gate = GrammarGate(demo_grammars(), Metrics())
+        gate = GrammarGate(demo_vocabulary(), Metrics())
         await gate.prepare(GOOD[0])
         os.kill(first := pid_of(gate), signal.SIGSTOP)
         await gate.prepare(GOOD[1])
@@ -146,7 +146,7 @@ else:
     monkeypatch.setattr(grammar_gate, "_COMMAND", (sys.executable, "-c", code))
 
     async def body() -> None:
-        gate = GrammarGate(demo_grammars(), Metrics())
+        gate = GrammarGate(demo_vocabulary(), Metrics())
         await gate.prepare(GOOD[0])
         for name in ("_WAIT_S", "_START_S"):
             monkeypatch.setattr(grammar_gate, name, 0.3)
@@ -164,14 +164,14 @@ def test_a_grammar_that_the_machine_had_no_time_for_may_come_later(monkeypatch: 
     monkeypatch.setattr(grammar_gate, "_WAIT_S", 2.0)
 
     async def body() -> None:
-        gate = GrammarGate(demo_grammars(), Metrics())
+        gate = GrammarGate(demo_vocabulary(), Metrics())
         await gate.prepare(GOOD[0])
         asked = await begun(gate, gate.prepare(ENDLESS))
         os.kill(pid_of(gate), signal.SIGSTOP)
         with pytest.raises(Unavailable, match=r"grammars cannot be checked, .* no time to within 2 s"):
             await asked
         monkeypatch.undo()
-        assert not gate._refused
+        assert set(gate._known) == {GOOD[0]}
         await gate.prepare(GOOD[1])
         await gate.aclose()
 

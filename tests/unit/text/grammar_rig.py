@@ -41,6 +41,11 @@ def demo_grammars() -> Grammars:
     return Grammars(demo_vocabulary())
 
 
+def is_there(grammars: Grammars, grammar: Grammar) -> bool:
+    """It was compiled lately, or is held."""
+    return grammar in grammars._there
+
+
 def failing(monkeypatch: pytest.MonkeyPatch, grammars: Grammars, text: str, error: BaseException) -> None:
     """From now on the library raises `error` for that one."""
     compile_ = grammars._compile

@@ -22,6 +22,7 @@ from tests.unit.text.grammar_rig import (
     demo_grammars,
     demo_tokenizer,
     failing,
+    is_there,
     lark,
     regex,
     schema,
@@ -77,7 +78,7 @@ def test_what_is_no_grammar_is_refused_in_one_line_that_says_why(grammars: Gramm
         assert not message.endswith(":")
         assert len(message) < 500
         assert refused.value.field == "grammar"
-    assert not grammars.has(grammar)
+    assert not is_there(grammars, grammar)
 
 
 @pytest.mark.parametrize("text", ["z", "ba", "<|end|>"])
@@ -138,7 +139,7 @@ def test_an_answer_that_leads_to_too_many_states_is_an_error_of_its_own_and_the_
         assert matcher.error
         assert not grammars._renewing, "it is no fault of the new one"
     assert innocent.error == ""
-    assert grammars.has(other)
+    assert is_there(grammars, other)
 
 
 def test_an_answer_that_meets_a_limit_of_its_own_has_nothing_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,11 +220,11 @@ def test_the_latest_grammars_are_kept_and_no_more(monkeypatch: pytest.MonkeyPatc
     assert 10 < MOST_KEPT <= 64, "25 MB each, once their answers have led to as many states as may be"
     grammars = Grammars(demo_grammars().vocabulary, most_kept=3)
     a, b, c, d = map(regex, "abcd")
-    assert not grammars.has(a)
+    assert not is_there(grammars, a)
     first = grammars.matcher(a)
     for grammar in (b, c, a, d):
         grammars.matcher(grammar)
-    assert [grammars.has(grammar) for grammar in (a, b, c, d)] == [True, False, True, True]
+    assert [is_there(grammars, grammar) for grammar in (a, b, c, d)] == [True, False, True, True]
     assert len(grammars._kept) == 3
     compiled: list[str] = []
     compile_ = grammars._compile
@@ -246,7 +247,7 @@ def test_one_that_is_held_stays_however_many_come_after_it(monkeypatch: pytest.M
         for number in range(5):
             grammars.compile(regex(f"{number}"))
         del held
-        assert not grammars.has(regex("held"))
+        assert not is_there(grammars, regex("held"))
 
     asyncio.run(body())
 
@@ -307,7 +308,7 @@ def test_a_machine_that_has_no_thread_left_to_compile_one_says_that_it_is_not_av
 def test_an_engine_of_which_nothing_is_kept_compiles_each_time() -> None:
     grammars = Grammars(demo_grammars().vocabulary, most_kept=0)
     assert allowed(grammars.matcher(regex("a"))) == {*encode("a")}
-    assert not grammars.has(regex("a"))
+    assert not is_there(grammars, regex("a"))
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[", '{"model": {"type": "BPE"}}'])

@@ -22,7 +22,7 @@ from jdisagg.core.requests import EngineRequest, Grammar, GrammarKind, Output, S
 from jdisagg.text.grammar import Compiled, Grammars
 from jdisagg.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from tests.unit.router.fakes import FakeWorker
-from tests.unit.text.grammar_rig import demo_vocabulary, failing
+from tests.unit.text.grammar_rig import demo_vocabulary, failing, is_there
 from tests.unit.wire.rig import FAST, request, run_quiet, until
 
 SLOW, NONE = Grammar(GrammarKind.REGEX, "slow"), Grammar(GrammarKind.REGEX, "(")
@@ -113,8 +113,8 @@ def test_a_grammar_that_is_being_compiled_holds_up_nobody_behind_it() -> None:
         assert "slow" not in worker.engine.live
         grammars.go.set()
         await until(lambda: "slow" in worker.engine.live)
-        assert grammars.has(SLOW), "it takes the engine no time"
-        assert grammars.has(fast)
+        assert is_there(grammars, SLOW), "it takes the engine no time"
+        assert is_there(grammars, fast)
         await call.write(submits(asked("again", SLOW)))
         await until(lambda: "again" in worker.engine.live)
         assert {request.sampling.grammar for request in worker.engine.seen} == {SLOW, fast, None}
@@ -231,7 +231,7 @@ def test_a_grammar_is_held_as_long_as_its_request_is_here_and_no_longer() -> Non
 
 
 def held(grammars: Grammars, *names: str) -> set[str]:
-    return {name for name in names if grammars.has(Grammar(GrammarKind.REGEX, name))}
+    return {name for name in names if is_there(grammars, Grammar(GrammarKind.REGEX, name))}
 
 
 def test_a_request_of_the_workers_own_edge_holds_its_grammar_too(monkeypatch: pytest.MonkeyPatch) -> None:
