@@ -167,10 +167,10 @@ class DecodeSide:
         if record.first is not None:
             return self._complete(record)  # the token was delivered by an earlier stream
         record.first = first
-        delivered: list[DecodeAction] = [act.FirstToken(request.request_id, first)]
         if first.finish is not None:
-            return delivered + self.release(request.request_id)
-        return delivered + self._complete(record)
+            first = replace(first, provenance=record.signed(first.provenance))
+            return [act.FirstToken(request.request_id, first), *self.release(request.request_id)]
+        return [act.FirstToken(request.request_id, first), *self._complete(record)]
 
     def _on_ended(self, record: Inbound, stream: InboundStream, message: msg.StreamEnded, now_s: float) -> list[DecodeAction]:
         if stream.stage is InboundStage.COMPUTED and record.covered:

@@ -56,13 +56,14 @@ class Doubts:
     def on_failed(
         self, record: Inbound, doubted: Doubted, piece: IncomingPiece, reason: str, now_s: float
     ) -> list[DecodeAction]:
-        """A piece of it did not come. Those that waited in vain are asked for again, over another backend where nobody accepted
-        a connection; others when it is gone back to."""
+        """A piece of it did not come. Those that waited in vain are asked for again; over another backend, if there is one,
+        where connections are not accepted, are reset, or brought nothing twice. Others when it is gone back to."""
         stream, backend = doubted.stream, piece.ready.backend
         stream.line.end(piece)
         if not doubted.no_kv:
             return []
-        if reason == UNREACHABLE and backend not in stream.broken and (other := stream.backend_beside(backend)) is not None:
+        is_useless = reason in (UNREACHABLE, "connection") or (reason == "stalled" and stream.line.is_dead(backend))
+        if is_useless and backend not in stream.broken and (other := stream.backend_beside(backend)) is not None:
             return [*go_on_over(other, record, stream, piece, reason), *stream.grant()]
         return [stream.fetch(piece, record.request.deadline_s, now_s)] if reason in OUT_OF_TIME else []
 

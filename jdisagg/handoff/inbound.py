@@ -162,6 +162,11 @@ class Inbound:
                 borrowed_bytes=self.arrived.borrowed_bytes + provenance.borrowed_bytes,
             )
 
+    def signed(self, provenance: Provenance | None) -> Provenance | None:
+        """What P says of a request that ends with its token, and the rungs that were taken until then."""
+        taken = self.arrived.recoveries
+        return replace(provenance or Provenance(), recoveries=taken) if taken else provenance
+
     def provenance(self) -> Provenance:
         """Where the KV came from, as far as this side knows; pages and the decode worker are for the role to fill in.
 

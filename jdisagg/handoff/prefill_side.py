@@ -184,14 +184,15 @@ class PrefillSide:
         record.heard_s = max(record.heard_s, now_s)
         return [act.Reply(handoff, ready), *self._exports.published(record, piece, stays_tokens=stays_tokens)]
 
-    def on_publish_failed(self, handoff: HandoffId, key: str, reason: str) -> list[PrefillAction]:
-        """The piece never became fetchable: once more, then the hand-off is refused."""
+    def on_publish_failed(self, handoff: HandoffId, key: str, reason: str, *, has_moved: bool = False) -> list[PrefillAction]:
+        """The piece never became fetchable: once more, and the hand-off is refused after some. `has_moved`: its pieces go over
+        another backend now, which is not to be blamed for those that were under way."""
         record = self._live.get(handoff)
         piece = None if record is None else record.pieces.get(key)
         if record is None or piece is None:
             return self._late()
         begin, end = piece.begin, piece.end
-        record.num_failures += 1
+        record.num_failures += not has_moved
         record.spent_bytes -= piece.num_bytes  # D never heard of it
         record.num_cut -= 1
         actions = self._exports.discard(record, key)

@@ -30,8 +30,8 @@ def try_again(
     if (num_refetches or is_dead or is_shut) and other is not None and ready.backend not in stream.broken:
         stream.progress_s = now_s
         return [*go_on_over(other, record, stream, piece, reason), *record.grant()]
-    if num_refetches >= MAX_REFETCHES or is_dead:
-        return None
+    if num_refetches >= MAX_REFETCHES or (is_dead and ready.backend not in stream.broken):
+        return None  # where it has moved on already, P had announced the piece before it knew that
     stream.progress_s = now_s
     stream.refetches[span] = num_refetches + 1
     actions: list[DecodeAction] = [record.note("refetch", stream, cause_of(piece, reason))]

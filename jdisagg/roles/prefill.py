@@ -100,7 +100,8 @@ class PrefillRole:
             case PublishFailed(handoff=handoff, key=key, reason=reason, backend=backend):
                 self._metrics.transfer.failures.labels(backend=backend, reason="publish").inc()
                 self._change_backend(message)
-                self._execute(self._handoffs.on_publish_failed(handoff, key, reason), now_s)
+                has_moved = not self._publishers.goes_over(handoff, backend)
+                self._execute(self._handoffs.on_publish_failed(handoff, key, reason, has_moved=has_moved), now_s)
             case _:
                 raise AssertionError(f"a prefill engine got {type(message).__name__}")
         return []

@@ -48,6 +48,10 @@ class PublisherSet:
         del route[0]
         return route[0]
 
+    def goes_over(self, handoff: HandoffId, backend: str) -> bool:
+        """Whether the next piece of `handoff` would go over that one."""
+        return self._routes.get(handoff, [])[:1] == [backend]
+
     def publish(self, handoff: HandoffId, key: str, piece: Piece) -> None:
         """Publish over the hand-off's backend; see Publisher."""
         publisher = self._publishers[self._routes[handoff][0]]

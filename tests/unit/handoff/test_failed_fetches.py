@@ -100,6 +100,18 @@ def test_a_late_piece_over_a_broken_backend_is_asked_for_again_and_the_last_back
     assert only(act.OpenStream, lost).message.backend == "fake", "another worker may well do it"
 
 
+def test_a_late_piece_over_a_backend_that_brings_nothing_is_asked_for_again_over_the_one_that_does() -> None:
+    side = accepted_over_two_backends()
+    side.on_reserved("r", 0.0)
+    side.on_message(H, ready("a", *SPANS["a"]), 0.0)
+    side.on_failed(H, "a", "stalled", 2.0)
+    assert only(act.Recovered, side.on_failed(H, "a", "stalled", 4.0)).rung == "other_backend"
+    side.on_message(H, ready("b", *SPANS["b"]), 4.0)  # published before P heard of the change
+    late = side.on_failed(H, "b", "stalled", 6.0)
+    assert only(act.Recovered, late).rung == "refetch"
+    assert Want(begin=4, end=8, reason="stalled") in [a.message for a in late if isinstance(a, act.Send)]
+
+
 @pytest.mark.covers("X15")
 def test_what_is_lost_of_one_kv_group_costs_the_other_groups_nothing() -> None:
     """Two groups: a piece of the second fails; what arrived stays, and the next peer is asked from where both have all."""

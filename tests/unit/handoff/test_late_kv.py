@@ -125,6 +125,20 @@ def test_a_port_that_turns_out_to_be_shut_while_the_hedge_waits_is_left_for_anot
     assert side.is_idle
 
 
+@pytest.mark.parametrize("reasons", [("connection",), ("stalled", "stalled")])
+def test_a_backend_that_brings_nothing_while_the_hedge_waits_is_left_as_it_would_be_without_one(
+    reasons: tuple[str, ...],
+) -> None:
+    side = computed(backends=("fake", "spare"))
+    assert only(act.OpenStream, side.tick(2.0 + LATE)).handoff == H2
+    for number, reason in enumerate(reasons, 1):
+        changed = side.on_failed(H, "a", reason, 3.1)
+        assert none_of(act.Fetch, changed) is (number == len(reasons))
+    assert only(act.Recovered, changed).cause.endswith(f"over fake: {reasons[-1]}; going on over spare")
+    wants = [action.message for action in changed if isinstance(action, act.Send) and isinstance(action.message, Want)]
+    assert [(want.begin, want.backend) for want in wants] == [(0, "spare"), (4, "spare"), (8, "spare")]
+
+
 def test_where_there_is_no_other_backend_a_shut_port_leaves_the_request_to_the_hedge() -> None:
     side = computed()
     side.tick(2.0 + LATE)

@@ -32,6 +32,20 @@ def test_cut_stream_is_recovered_by_another_peer() -> None:
     assert world.decode.metrics.fleet.recoveries.labels(rung="other_prefill")._value.get() == 1
 
 
+def test_one_that_ends_with_its_first_token_says_what_it_took_too() -> None:
+    world = World(local_prefill=False)
+    world.submit(request("a", PROMPT, 1))
+    for _ in range(2):
+        world.tick()
+    for handoff in list(world.wire.open_streams):
+        world.wire.cut(handoff, "dead")
+    world.settle()
+    assert world.tokens("a") == expected(PROMPT, 1)
+    told = world.outputs["a"][-1].provenance
+    assert told is not None
+    assert told.recoveries == ("other_prefill",)
+
+
 def test_a_peer_whose_pieces_stall_is_remembered_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(local_prefill=True)
 

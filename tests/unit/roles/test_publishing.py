@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -12,7 +13,7 @@ from jdisagg.handoff.messages import Agreed, HandoffId, Open
 from jdisagg.handoff.prefill_side import MAX_PUBLISH_FAILURES
 from jdisagg.roles.in_process import InProcessPeers
 from jdisagg.roles.inbox import Inbox
-from jdisagg.transfer.base import Piece
+from jdisagg.transfer.base import Piece, PublishFailed
 from tests.unit.roles.measured import read
 from tests.unit.roles.world import PROMPT, World
 from tests.unit.sched.engine_fake import expected, request
@@ -21,9 +22,9 @@ pytestmark = pytest.mark.usefixtures("no_sleep", "no_listening")
 PIECES = [(0, 8), (8, 16), (16, 19)]
 
 
-def two_backends() -> World:
+def two_backends(**sizes: int) -> World:
     """Both sides can use them; "fast" is the better one."""
-    world = World(local_prefill=False, backends=("fast", "slow"))
+    world = World(local_prefill=False, backends=("fast", "slow"), **sizes)
     open_stream = world.wire.open
 
     def agree(peer: str, handoff: HandoffId, message: Open) -> None:
@@ -58,6 +59,23 @@ def test_a_handoff_whose_piece_cannot_be_published_goes_on_over_the_next_backend
     assert recoveries(world) == 1
     said = "request a: recovering by other_backend; stage publishing [0, 8) over fast: no route; going on over slow"
     assert said in caplog.messages
+
+
+def test_pieces_that_were_under_way_as_their_backend_failed_do_not_lose_the_handoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, failed = two_backends(buffer_bytes=1000), list[PublishFailed]()
+    fast, slow = world.publishers
+
+    def publish(handoff: HandoffId, key: str, piece: Piece) -> None:
+        span = {"begin": piece.begin, "end": piece.end}
+        failed.append(PublishFailed(handoff=handoff, key=key, **span, reason="no route", backend="fast"))
+        if len(failed) == MAX_PUBLISH_FAILURES + 1:
+            world.network.transfers.extend(partial(world.prefill.inbox.post, one) for one in failed)
+
+    monkeypatch.setattr(fast, "publish", publish)
+    serve(world)
+    assert [(one.begin, one.end) for one in failed] == PIECES, "all on their way before the first was heard of"
+    assert sorted(slow.published) == PIECES
+    assert recoveries(world) == 1
 
 
 def test_who_cannot_publish_loses_the_handoff_and_says_why(caplog: pytest.LogCaptureFixture) -> None:

@@ -108,6 +108,7 @@ class World:
         *,
         local_prefill: bool = True,
         below_tokens: int = 0,
+        buffer_bytes: int = 96,
         decode_pages: int = 24,
         prefill_pages: int = 24,
         prefill_page_size: int = 4,
@@ -124,7 +125,7 @@ class World:
         policy = LocalPrefill.ON_FAILURE if local_prefill else LocalPrefill.NEVER
         config = TransferConfig(
             transfer_chunk_tokens=CHUNK_TOKENS,
-            transfer_buffer_bytes=96,
+            transfer_buffer_bytes=buffer_bytes,
             local_prefill=LocalPrefill.BELOW_TOKENS if below_tokens else policy,
             local_prefill_below_tokens=below_tokens,
         )
