@@ -90,17 +90,19 @@ class FleetEngine:
 
     @property
     def card(self) -> ModelCard:
-        """The model of the fleet, as it is where the longest requests fit that are taken now or will be in a moment. Raises
-        Unavailable when no worker has registered."""
+        """The model of the fleet, as it is where the longest requests fit that are taken now or will be in a moment; of one
+        whose decode workers are all away, as it was. Raises Unavailable when none has registered."""
         if (member := self.workers.fleet.longest(monotonic())) is not None:
             self._card = replace(member.card, name=self.workers.entrance.model or member.card.name)
         if self._card is None:
-            nobody = "no worker has registered with this router yet; they do when they are ready, with --router pointing here"
+            nobody = (
+                "no worker that decodes has registered with this router yet; they do when ready, with --router pointing here"
+            )
             raise Unavailable(DRAINING if self._draining else self._with_turned_away(nobody))
         return self._card
 
     async def first_card(self, deadline_s: float) -> ModelCard:
-        """`card`; where no worker has registered yet, as right after a restart of this router, waits for one, as long as a new
+        """`card`; where none has registered yet, as right after a restart of this router, waits for one, as long as a new
         request waits for a worker. Raises Unavailable."""
         until_s = min(deadline_s, monotonic() + self._replays.place_wait_s)
         while self._card is None and self.workers.fleet.longest(monotonic()) is None and not self._draining:

@@ -24,8 +24,8 @@ class Longest:
             self._member, self._seen_s = found, now_s
 
     def of(self, entries: Collection[Entry], now_s: float) -> Member | None:
-        """Who holds the longest requests of those that take any: where nobody does, of all. One that was here a moment ago
-        counts: its requests wait for it, as those of any model do. None: nobody is here."""
+        """Who holds the longest requests of those that take any: where nobody does, of all that decode. One that was here a
+        moment ago counts: its requests wait for it, as those of any model do. None: nobody is here who decodes."""
         found = _longest(entries)
         return self._member if found is not None and self._outdoes(found, now_s) else found
 
@@ -60,8 +60,10 @@ class LongestPrompts:
 
 
 def _longest(entries: Collection[Entry]) -> Member | None:
-    def rank(entry: Entry) -> tuple[bool, bool, int]:
-        member = entry.member
-        return entry.linked and not member.draining, member.decodes, member.card.max_model_len
+    """Of those that decode: prefill workers may call the model otherwise, and be shorter."""
 
-    return max(entries, key=rank).member if entries else None
+    def rank(entry: Entry) -> tuple[bool, int]:
+        return entry.linked and not entry.member.draining, entry.member.card.max_model_len
+
+    decoding = (entry for entry in entries if entry.member.decodes)
+    return found.member if (found := max(decoding, key=rank, default=None)) is not None else None

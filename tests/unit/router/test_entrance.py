@@ -60,7 +60,7 @@ def test_a_worker_of_another_model_gets_nothing_and_both_sides_say_why(caplog: p
         await until(lambda: "may not join" in router.engine.health().reason)
         reason = router.engine.health().reason
         assert reason.startswith("no decode or unified worker is connected; fake @ ")
-        with pytest.raises(Unavailable, match=r"no worker has registered .*; fake @ .* may not join: tokenizer"):
+        with pytest.raises(Unavailable, match=r"no worker that decodes has registered .*; fake @ .* may not join: tokenizer"):
             _ = router.engine.card
         await asyncio.sleep(0.6)  # it comes back several times
         one = await FakeWorker((router.address,), text_digest=TEXT).start()

@@ -189,6 +189,25 @@ def test_a_worker_that_left_a_moment_ago_counts_for_the_length_of_its_model_and_
     assert found.longest(80.2) is None
 
 
+def test_a_prefill_worker_says_neither_how_the_model_is_called_nor_how_long_it_is() -> None:
+    async def body() -> None:
+        router = await Router().start()
+        prefill = await FakeWorker((router.address,), Role.PREFILL, name="/data/m", max_model_len=300).start()
+        await until(lambda: len(router.engine.workers.members()) == 1)
+        with pytest.raises(Unavailable, match=r"no worker that decodes has registered"):
+            _ = router.engine.card
+        decode = await FakeWorker((router.address,), name="m", max_model_len=90).start()
+        await until(lambda: router.linked() == 1)
+        assert (router.engine.card.name, router.engine.card.max_model_len) == ("m", 90)
+        await decode.die()
+        await until(lambda: [one.address for one in router.engine.workers.members()] == [prefill.address])
+        assert (router.engine.card.name, router.engine.card.max_model_len) == ("m", 90)
+        await prefill.die()
+        await router.stop()
+
+    run_quiet(body())
+
+
 def test_an_answer_of_no_stated_length_goes_on_where_less_of_it_fits() -> None:
     async def body() -> None:
         router = await Router(ReplayConfig(place_wait_s=0.3)).start()

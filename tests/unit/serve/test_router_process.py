@@ -166,7 +166,7 @@ def test_a_router_without_workers_is_unavailable_when_asked_for_its_model(router
     with grpc.insecure_channel(ready.grpc) as channel, pytest.raises(grpc.RpcError) as refused:
         generation_pb2_grpc.GenerationServiceStub(channel).GetModel(generation_pb2.GetModelRequest(), timeout=30)
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE, refused.value  # type: ignore[attr-defined]
-    assert refused.value.details().startswith("no worker has registered with this router yet")  # type: ignore[attr-defined]
+    assert refused.value.details().startswith("no worker that decodes has registered with this router yet")  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
