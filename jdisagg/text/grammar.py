@@ -138,7 +138,7 @@ class Grammars:
     async def ahead(self, grammar: Grammar) -> Compiled:
         """While this is held, `matcher` takes no time for it. Raises as `compile` does, Overloaded while too much is held,
         Unavailable where no thread is left, and RequestError when something else is in the way, which is logged."""
-        if (held := self._there.get(grammar)) is not None:
+        if (held := self._find(grammar)) is not None:
             return held
         try:
             held = await asyncio.to_thread(self._compile_by_name, grammar)
@@ -159,7 +159,7 @@ class Grammars:
     def compile(self, grammar: Grammar) -> Compiled:
         """Kept for later. Raises InvalidRequest when it is no grammar, or nothing is of it; one that nobody has checked may
         take for ever, or end the process."""
-        found = self._there.get(grammar) or Compiled(self._compile(grammar))
+        found = self._find(grammar) or Compiled(self._compile(grammar))
         with self._lock:
             found = self._there.setdefault(grammar, found)
             self._kept.pop(grammar, None)
@@ -167,6 +167,10 @@ class Grammars:
             while len(self._kept) > self._most_kept or _text(self._kept) > MOST_TEXT / 2:
                 del self._kept[next(iter(self._kept))]
         return found
+
+    def _find(self, grammar: Grammar) -> Compiled | None:
+        with self._lock:  # to read it takes out who has gone, for which nobody may be going through it
+            return self._there.get(grammar)
 
     def _compile_by_name(self, grammar: Grammar) -> Compiled:
         """As `compile`; whatever else is in the way is a RequestError. For a thread in which nothing else can end."""

@@ -217,15 +217,18 @@ def has_many_scores(parts: Iterable[ChoiceResult | Delta]) -> bool:
 
 
 class Transcript:
-    """Adds deltas up. `keep_text=False` keeps only what usage and provenance need."""
+    """Adds deltas up."""
 
-    def __init__(self, num_choices: int, *, n: int, num_prompt_tokens: int, keep_text: bool = True) -> None:
-        """`num_choices` = prompts times `n`."""
+    def __init__(
+        self, num_choices: int, *, n: int, num_prompt_tokens: int, keep_text: bool = True, keep_scores: bool = True
+    ) -> None:
+        """`num_choices` = prompts times `n`. Without `keep_scores` no log-probabilities are kept; without `keep_text` only what
+        usage and provenance need."""
         self.fingerprint: str | None = None  # of the latest delta that has one
         self.choices = [ChoiceResult(index=index) for index in range(num_choices)]
         self._n = n
         self._num_prompt_tokens = num_prompt_tokens
-        self._keep_text = keep_text
+        self._keep_text, self._keep_scores = keep_text, keep_text and keep_scores
         self._completion_tokens = 0
 
     def add(self, delta: Delta) -> None:
@@ -241,6 +244,7 @@ class Transcript:
         if self._keep_text:
             choice.texts.append(delta.text)
             choice.token_ids += delta.token_ids
+        if self._keep_scores:
             choice.logprobs += delta.logprobs
             choice.prompt_logprobs += delta.prompt_logprobs
 

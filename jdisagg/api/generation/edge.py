@@ -98,9 +98,10 @@ class Edge:
             job = await self._admit(request)
         return replace(job, is_aborted=True) if mailbox.taken() else job
 
-    def transcript(self, job: Job, *, keep_text: bool = True) -> Transcript:
+    def transcript(self, job: Job, *, keep_text: bool = True, keep_scores: bool = True) -> Transcript:
         """An empty transcript for the deltas of `job`."""
-        return Transcript(len(job.requests), n=job.n, num_prompt_tokens=job.num_prompt_tokens, keep_text=keep_text)
+        kept = {"keep_text": keep_text, "keep_scores": keep_scores}
+        return Transcript(len(job.requests), n=job.n, num_prompt_tokens=job.num_prompt_tokens, **kept)
 
     async def stream(self, job: Job) -> AsyncGenerator[Delta]:
         """Run all choices at once and yield their deltas as they come; each choice ends with exactly one `finish`. Deltas for
@@ -154,9 +155,12 @@ class Edge:
         return transcript
 
     async def beside(self, function: Callable[[], T]) -> T:
-        """What `function`, a long one, returns. It runs beside the event loop, where more than one would only take turns."""
-        async with self._one_thread:
-            return await asyncio.to_thread(function)
+        """What `function`, a long one, returns. It runs beside the event loop, where more than one would only take turns: who
+        waits no longer has the next one wait for its thread all the same."""
+        await self._one_thread.acquire()
+        working = asyncio.ensure_future(asyncio.to_thread(function))
+        working.add_done_callback(lambda _: self._one_thread.release())
+        return await asyncio.shield(working)
 
     def refused(self, error: RequestError) -> None:
         """A call ended with `error`: it is counted here unless its engine has done so, or its client is gone."""

@@ -50,8 +50,7 @@ async def answer_completion(edge: Edge, request: Request) -> Response:
     del body, text_request  # of megabytes perhaps, and the answer may take minutes
     if options.stream:
         return await open_stream(request, answer.events())
-    transcript = await while_connected(request.receive, edge.complete(job))
-    return await whole_response(edge, transcript, answer.whole)
+    return await while_connected(request.receive, whole_response(edge, job, answer.whole))
 
 
 def read_completion(body: Body, defaults: SamplingParams, request_id: str) -> TextRequest:

@@ -10,12 +10,14 @@ from starlette.responses import JSONResponse, Response
 
 from jdisagg.api.generation.choice import Transcript, has_many_scores
 from jdisagg.api.generation.edge import Edge
+from jdisagg.api.generation.intake import Job
 
 _LEVELS = 5  # of answer, choices, choice, logprobs, tokens; below lies one token
 
 
-async def whole_response(edge: Edge, transcript: Transcript, whole: Callable[[Transcript], dict[str, Any]]) -> Response:
+async def whole_response(edge: Edge, job: Job, whole: Callable[[Transcript], dict[str, Any]]) -> Response:
     """The response of a request that does not stream; a long one is made and written beside the event loop."""
+    transcript = await edge.complete(job)
     if not has_many_scores(transcript.choices):
         return JSONResponse(whole(transcript))
     content = await edge.beside(lambda: long_json(whole(transcript)))

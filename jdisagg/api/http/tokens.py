@@ -49,7 +49,8 @@ class TokenEndpoints:
             raise InvalidRequest("prompt: give a prompt (a string) or messages", field="prompt")
         if len(text) > MAX_CHARACTERS:
             raise InvalidRequest(f"prompt: at most {MAX_CHARACTERS} characters; got {len(text)}, split them", field="prompt")
-        work = partial(self._tokens_of, text, special, body.boolean("return_token_strs"))
+        max_model_len = self._edge.card.max_model_len  # a router's is not for threads
+        work = partial(self._tokens_of, text, special, body.boolean("return_token_strs"), max_model_len)
         return await self._answer(work, num_characters=len(text))
 
     async def _answer(self, work: Callable[[], dict[str, Any]], *, num_characters: int) -> Response:
@@ -62,10 +63,10 @@ class TokenEndpoints:
         content = await (self._edge.long_texts.run(write, num_characters) if is_long else asyncio.to_thread(write))
         return Response(content, media_type="application/json")
 
-    def _tokens_of(self, text: str, add_special_tokens: bool, with_strings: bool) -> dict[str, Any]:
+    def _tokens_of(self, text: str, add_special_tokens: bool, with_strings: bool, max_model_len: int) -> dict[str, Any]:
         tokenizer = self._edge.tokenizer
         token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        answer = {"count": len(token_ids), "max_model_len": self._edge.card.max_model_len, "tokens": list(token_ids)}
+        answer = {"count": len(token_ids), "max_model_len": max_model_len, "tokens": list(token_ids)}
         if with_strings:
             answer["token_strs"] = [tokenizer.token_text(token_id) for token_id in token_ids]
         return answer

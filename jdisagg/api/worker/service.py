@@ -225,6 +225,9 @@ class _RunStream:
                 self._live[key] = await grammars.ahead(grammar)
             except RequestError as error:
                 self._fail(key, error)
+            except Exception:  # a bug of ours: else its client would wait for nothing until its deadline
+                log.exception("request %s: its grammar could not be compiled", request.request_id)
+                self._fail(key, RequestError("internal error; the worker's log has the details"))
             else:
                 self._engine.submit(request, self._sink, self.router)
 

@@ -6,6 +6,8 @@ import asyncio
 import json
 import threading
 from time import thread_time
+from typing import Any
+from weakref import WeakValueDictionary
 
 import llguidance
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from jdisagg.core.errors import InvalidRequest, Overloaded, Unavailable
 from jdisagg.core.requests import Grammar, GrammarKind
 from jdisagg.text import grammar as grammar_module
-from jdisagg.text.grammar import MOST_KEPT, Grammars, Vocabulary
+from jdisagg.text.grammar import MOST_KEPT, Compiled, Grammars, Vocabulary
 from tests.e2e.processes import wait_until
 from tests.unit.text.grammar_rig import (
     GREEDY,
@@ -315,3 +317,19 @@ def test_an_engine_of_which_nothing_is_kept_compiles_each_time() -> None:
 def test_a_tokenizer_that_cannot_be_read_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError):
         Grammars(Vocabulary(text, 10, (1,)))
+
+
+def test_the_table_of_those_held_is_read_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To read it takes out those that have gone, and another thread may be going through it."""
+    grammars, read = demo_grammars(), list[bool]()
+
+    class Watched(WeakValueDictionary[Grammar, Compiled]):
+        def get(self, key: Grammar, default: Any = None) -> Any:
+            read.append(grammars._lock.locked())
+            return super().get(key, default)
+
+    monkeypatch.setattr(grammars, "_there", Watched())
+    asyncio.run(grammars.ahead(regex("a")))
+    grammars.matcher(regex("a"))
+    assert len(read) >= 2
+    assert all(read)

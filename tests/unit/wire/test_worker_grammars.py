@@ -122,6 +122,23 @@ def test_a_grammar_that_is_being_compiled_holds_up_nobody_behind_it() -> None:
     run(body)
 
 
+def test_a_bug_that_a_grammar_meets_ends_its_request_and_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(worker: Worker, grammars: SlowGrammars, call: grpc.aio.StreamStreamCall) -> None:
+        async def fail(grammar: Grammar) -> Compiled:
+            raise ZeroDivisionError("a bug of ours")
+
+        grammars.ahead = fail  # type: ignore[method-assign]
+        await call.write(submits(asked("r", SLOW)))
+        outputs = []
+        while not outputs:
+            outputs = (await call.read()).outputs
+        assert (outputs[0].request_id, outputs[0].finish) == ("r", common_pb2.FINISH_REASON_ERROR)
+        assert worker.seen() == []
+
+    run(body)
+    assert "a bug of ours" in caplog.text
+
+
 @pytest.mark.parametrize("end", ["cancel", "stream"])
 def test_a_request_that_is_cancelled_while_its_grammar_is_compiled_is_none_that_the_engine_hears_of(end: str) -> None:
     async def body(worker: Worker, grammars: SlowGrammars, call: grpc.aio.StreamStreamCall) -> None:

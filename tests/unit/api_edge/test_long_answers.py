@@ -1,0 +1,84 @@
+"""Answers with many scores are written one after the other, for those alone who still want theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import httpx
+import pytest
+
+from jdisagg.api.generation.choice import LONG_POSITIONS, Delta, Transcript
+from jdisagg.api.http import long_json
+from jdisagg.core.requests import TokenLogprob
+from jdisagg.text.tokenizer import Tokenizer
+from tests.unit.api_edge.fakes import FakeEngine, run, serving
+from tests.unit.wire.rig import until
+
+SCORED = {"prompt": [3 + number % 40 for number in range(LONG_POSITIONS + 2)], "max_tokens": 1, "prompt_logprobs": 1}
+
+
+def test_an_answer_whose_client_has_hung_up_is_not_written(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, written, write = threading.Event(), list[Any](), long_json.long_json
+
+    def slowly(answer: dict[str, Any]) -> bytes:
+        written.append(answer["choices"])
+        assert go.wait(60.0)
+        return write(answer)
+
+    monkeypatch.setattr(long_json, "long_json", slowly)
+
+    async def asked() -> None:
+        engine = FakeEngine(tokenizer, "fox", max_model_len=1000)
+        async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http, timeout=60.0) as http:
+            first = asyncio.create_task(http.post("/v1/completions", json=SCORED))
+            await until(lambda: written)
+            waiters = served.edge._one_thread
+            gone, stays = (asyncio.create_task(http.post("/v1/completions", json=SCORED)) for _ in range(2))
+            await until(lambda: waiters._waiters and len(waiters._waiters) == 2)
+            gone.cancel()
+            await until(lambda: waiters._waiters and len(waiters._waiters) == 1)
+            go.set()
+            assert [(await one).status_code for one in (first, stays)] == [200, 200]
+        assert len(written) == 2
+
+    run(asked())
+
+
+def test_who_waits_no_longer_does_not_let_the_next_one_begin_beside_its_thread(tokenizer: Tokenizer) -> None:
+    go, begun = threading.Event(), list[str]()
+
+    def work(name: str) -> str:
+        begun.append(name)
+        assert name != "first" or go.wait(60.0)
+        return name
+
+    async def body() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served:
+            first, second = (
+                asyncio.create_task(served.edge.beside(lambda name=name: work(name))) for name in ("first", "second")
+            )
+            await until(lambda: begun)
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            assert first.cancelled(), "at once"
+            await asyncio.sleep(0.1)
+            assert begun == ["first"]
+            go.set()
+            assert await second == "second"
+
+    run(body())
+
+
+def test_scores_that_their_reader_has_already_are_not_kept() -> None:
+    score = TokenLogprob(7, -0.5, ())
+    delta = Delta(index=0, text="a", token_ids=(7,), logprobs=(score,), prompt_logprobs=(None, score))
+    kept = []
+    for options in ({}, {"keep_scores": False}, {"keep_text": False}):
+        transcript = Transcript(1, n=1, num_prompt_tokens=2, **options)
+        transcript.add(delta)
+        (one,) = transcript.choices
+        kept.append(("".join(one.texts), len(one.token_ids), len(one.logprobs), len(one.prompt_logprobs)))
+        assert transcript.usage.completion_tokens == 1
+    assert kept == [("a", 1, 1, 2), ("a", 1, 0, 0), ("", 0, 0, 0)]
