@@ -184,7 +184,8 @@ class Borrower:
             if now_s - record.progress_s >= STALL_S:
                 actions += self._end(record, Outcome.STALLED, f"no piece for {now_s - record.progress_s:.1f} s", no_kv=True)
             elif now_s >= record.deadline_s:
-                actions += self._end(record, Outcome.STALLED, f"not all came within {LONGEST_S:g} s")
+                came, wanted = record.arrived.num_tokens, record.end - record.begin
+                actions += self._end(record, Outcome.STALLED, f"{came} of {wanted} tokens came in time")
         return actions
 
     # --- helpers
