@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from math import inf
 from time import monotonic
@@ -16,6 +16,7 @@ import httpx
 from jdisagg.batch import strict_json
 from jdisagg.batch.lines import Call
 from jdisagg.batch.tries import Absence, Answer, BadAnswer, NotNow, Tries
+from jdisagg.batch.turns import Turns
 from jdisagg.core.errors import ConfigError, Unavailable
 from jdisagg.core.looks import Looks
 from jdisagg.core.settings import API_KEY_VARIABLE
@@ -28,6 +29,7 @@ LATE = 504  # its time is over
 RETRIED = frozenset({429, LOST, 503})  # "not now"
 PROBE_TIMEOUT_S = 10.0
 LOOK_S = 0.25  # between two looks at whether this process stood still (Ctrl-Z, and fg)
+TAKEN_S = 20.0  # who is under way for longer was taken: a router refuses within 5 s without workers, 10 s where all are full
 MUCH = 0.1  # of the time that a request took: so much in which this process stood still is why it is late
 SILENT_S, TOLD_EVERY_S = 1.0, 30.0  # a wait is told of when it has lasted that long, whichever request's it is; and so often
 _SHOWN_BYTES = 200  # of an answer that is quoted in a message
@@ -37,17 +39,18 @@ class Sender:
     """Requests of one batch. Use from one event loop."""
 
     def __init__(self, client: httpx.AsyncClient, *, patience_s: float) -> None:
-        """`patience_s`: how long a server may be unreachable or refuse before the batch stops."""
+        """`patience_s`: how long a server may be unreachable or refuse before the batch stops, or lose a request."""
         self._client = client
         self._patience_s = patience_s
         self._served_s = float("-inf")  # when the latest request that was answered had been sent
+        self._answered_s = float("-inf")  # when the latest answer came
         self._told_s = float("-inf")  # of a wait
         self._looks = Looks(num_recent=0)
-        self._suspect = asyncio.Lock()  # of requests that may bring the server down one is asked at a time
+        self._turns = Turns(self._now_s)
 
     async def send(self, call: Call, request_id: str) -> Answer:
-        """(HTTP status, body) of the answer; 502 when the server lost this request for `patience_s` and served later ones, 429
-        or 503 when it served everybody else and then nobody for so long.
+        """(HTTP status, body) of the answer; 502 when a server that is there lost this request for `patience_s`, or once more
+        behind a quarantine, 429 or 503 when it served everybody else and then nobody for so long.
 
         `request_id` becomes part of the one in the server's logs. Raises BadAnswer, and Unavailable when the server stays away
         so long or refuses the API key, which is no request's fault."""
@@ -68,38 +71,61 @@ class Sender:
         tries, absence = Tries(), None
         while True:
             queued_s = self._now_s()
-            async with self._suspect if tries.is_suspect else nullcontext():
+            async with self._turn(tries):
                 sent_s = self._now_s()
                 if absence is not None:  # it was not asked meanwhile
                     absence.since_s += sent_s - queued_s
                 outcome = await self._once(request)
                 if not isinstance(outcome, NotNow):
-                    self._served_s = max(self._served_s, sent_s)
+                    self._served_s, self._answered_s = max(self._served_s, sent_s), self._now_s()
                     return outcome
-                if outcome.taken:
-                    await self._come_back(what, outcome.why)
-            if outcome.taken:
+                was_away = (outcome.taken or outcome.lost) and await self._come_back(what, outcome.why)
+            if outcome.taken or (was_away and not outcome.quarantined):
                 absence, kept = None, tries.add(outcome)
+            elif outcome.lost:
+                absence, kept = None, await self._rest(tries, what, outcome)
             else:
                 absence = absence or Absence(self._now_s())
                 kept = await self._wait_out(absence, what, outcome)
             if kept is not None:
                 return kept
 
-    async def _come_back(self, what: str, why: str) -> None:
-        """Wait until the server answers something. Raises Unavailable when it stays away."""
-        absence = Absence(self._now_s())
+    def _turn(self, tries: Tries) -> AbstractAsyncContextManager[None]:
+        if tries.is_quarantined:
+            return self._turns.alone()
+        return self._turns.one_by_one() if tries.is_suspect else self._turns.beside_others()
+
+    async def _come_back(self, what: str, why: str) -> bool:
+        """Wait until the server answers something; False: at once. Raises Unavailable when it stays away."""
+        absence, was_away = Absence(self._now_s()), False
         while away := await self._why_away():
-            await self._pause(absence.pause_s(), absence.since_s, what, f"{why}; then {away}")
+            was_away = True
+            since_s = max(absence.since_s, self._answered_s)
+            await self._pause(absence.pause_s(), since_s, what, f"{why}; then {away}")
+        return was_away
+
+    async def _rest(self, tries: Tries, what: str, outcome: NotNow) -> Answer | None:
+        """Before a request that was lost is asked again. Returns the answer to keep when it was lost for long enough."""
+        pause_s = tries.rest_s(outcome, self._patience_s)
+        if pause_s is None:
+            return outcome.answer
+        if pause_s >= SILENT_S:
+            self._tell("%s: %s; asked again in %.0f s", what, outcome.why, pause_s)
+        await asyncio.sleep(pause_s)
+        return None
 
     async def _wait_out(self, absence: Absence, what: str, outcome: NotNow) -> Answer | None:
         """Before the server, which refused or was not there, is asked again. Returns the answer to keep, should it have gone on
-        to serve others and then nobody for so long; raises Unavailable where it served nobody."""
-        # one that is busy with others will come to this one, too; one that loses it will lose it again
-        is_lost = outcome.answer is not None and outcome.answer[0] == LOST
-        since_s = absence.since_s if is_lost else max(absence.since_s, self._served_s)
-        if outcome.answer is not None and absence.since_s < self._served_s and self._now_s() - since_s > self._patience_s:
-            return outcome.answer
+        to serve others and then nobody for the patience; raises Unavailable where it served nobody."""
+        since_s, now_s = max(absence.since_s, self._answered_s), self._now_s()
+        if outcome.answer is not None:  # one that is there and busy with others will come to this one, too
+            longest_s, taken_s = self._turns.longest_s(), min(TAKEN_S, self._patience_s / 2)
+            if longest_s > taken_s:
+                since_s = now_s
+            elif longest_s > 0:  # whether they are refused, too, is known by then
+                since_s += taken_s
+            if absence.since_s < self._served_s and now_s - since_s > self._patience_s:
+                return outcome.answer
         await self._pause(absence.pause_s(outcome.retry_after_s), since_s, what, outcome.why)
         return None
 
@@ -112,10 +138,16 @@ class Sender:
                 f"{what}: no answer for {self._patience_s:g} s: {why}; "
                 "check the server, then run the same command again to go on from here"
             )
-        if now_s - since_s >= SILENT_S and now_s - self._told_s >= TOLD_EVERY_S:
-            self._told_s = now_s
-            log.warning("%s: %s; waiting for the server, up to %.0f s more", what, why, left_s)
+        if now_s - since_s >= SILENT_S:
+            self._tell("%s: %s; waiting for the server, up to %.0f s more", what, why, left_s)
         await asyncio.sleep(min(pause_s, left_s))
+
+    def _tell(self, text: str, *told: object) -> None:
+        """Of a wait, whichever request's it is."""
+        now_s = self._now_s()
+        if now_s - self._told_s >= TOLD_EVERY_S:
+            self._told_s = now_s
+            log.warning(text, *told)
 
     def _now_s(self) -> float:
         """By a clock that stands still while this process does: that is no absence of the server's."""
@@ -148,9 +180,17 @@ class Sender:
             raise BadAnswer(f"the server's answer cannot be unpacked: {error}") from error
         why = f"HTTP {response.status_code}: {_shown(response.content)}"
         if response.status_code in RETRIED:
-            return NotNow(why, retry_after_s=_retry_after_s(response), answer=_read_answer(response))
+            lost = response.status_code == LOST
+            quarantined = lost and response.headers.get("x-should-retry") == "false"
+            return NotNow(
+                why,
+                lost=lost,
+                quarantined=quarantined,
+                retry_after_s=_retry_after_s(response),
+                answer=_read_answer(response),
+            )
         if response.status_code == LATE and self._stood_still(request, sent_s, awake_s):
-            return NotNow(why, taken=True, stood_still=True, answer=_read_answer(response))
+            return NotNow(why, taken=True, timed_out=True, stood_still=True, answer=_read_answer(response))
         return _read_answer(response)
 
     def _stood_still(self, request: httpx.Request, since_s: float, awake_s: float) -> bool:

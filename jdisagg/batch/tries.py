@@ -10,7 +10,8 @@ from jdisagg.core.errors import JdisaggError
 Answer = tuple[int, dict[str, Any]]  # HTTP status, JSON object
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 MOST_TIMES_TAKEN = 5  # and not answered, by a server that was there each time afterwards
-ALONE_FROM = 2  # times: once may be a restart, which is the fault of none of the many that it cut off
+ONE_BY_ONE_FROM = 2  # times: once may be a restart, which is the fault of none of the many that it cut off
+QUARANTINE_S = 65.0  # a router refuses for a minute what was in flight when several workers died
 
 
 class BadAnswer(JdisaggError):
@@ -25,8 +26,10 @@ class NotNow:
     taken: bool = False  # the server had the request, then hung up or said nothing: it may be the request's fault
     timed_out: bool = False
     stood_still: bool = False  # this process did meanwhile: it is nobody's fault
+    lost: bool = False  # by the server's workers or on the way to them, or by a server behind a proxy
+    quarantined: bool = False  # besides: several workers died of it, or beside it
     retry_after_s: float = 0.0  # the server says: not before
-    answer: Answer | None = None  # to be kept, should the server go on to serve others and never this one
+    answer: Answer | None = None  # to be kept, should none be better
 
 
 class Tries:
@@ -35,11 +38,13 @@ class Tries:
     def __init__(self) -> None:
         self._times_taken = 0
         self._times_still = 0  # besides: held against nobody
+        self._rested_s = 0.0  # behind losses
+        self.is_quarantined = False  # it is asked once more, and nobody beside it
 
     @property
     def is_suspect(self) -> bool:
         """It may bring the server down: it is asked while no other such request is."""
-        return self._times_taken >= ALONE_FROM
+        return self._times_taken >= ONE_BY_ONE_FROM or self._rested_s > 0
 
     def add(self, outcome: NotNow) -> Answer | None:
         """Once more, by a server that is there. Returns what is kept of that; None: to be asked again. Raises BadAnswer."""
@@ -47,9 +52,24 @@ class Tries:
             self._times_still += 1
             return None
         self._times_taken += 1
-        if outcome.answer is None and (outcome.timed_out or self._times_taken == MOST_TIMES_TAKEN):
+        if not (outcome.timed_out or self._times_taken == MOST_TIMES_TAKEN):
+            return None
+        if outcome.answer is None:
             raise BadAnswer(f"the server took the request {self._times_taken} times and answered others only: {outcome.why}")
         return outcome.answer
+
+    def rest_s(self, outcome: NotNow, patience_s: float) -> float | None:
+        """Once more lost, by a server that was there all the time. Returns how long to wait before it is asked again, with all
+        waits at most `patience_s`; None: what was answered is kept."""
+        if self.is_quarantined or self._rested_s >= patience_s:
+            return None
+        if outcome.quarantined:
+            self.is_quarantined = True
+            return min(QUARANTINE_S, patience_s)
+        pause_s = max(min(self._rested_s + FIRST_PAUSE_S, LONGEST_PAUSE_S), outcome.retry_after_s)  # twice the last one
+        pause_s = min(pause_s, patience_s - self._rested_s)
+        self._rested_s += pause_s
+        return pause_s
 
 
 class Absence:

@@ -263,6 +263,44 @@ def test_a_server_busy_with_others_comes_to_this_one_too_however_long_that_takes
     assert server.ended_s > 3 * PATIENCE_S
 
 
+def test_a_server_that_is_long_over_another_one_comes_to_this_one_too() -> None:
+    server = Server(0.0, a=[*[(0, BUSY)] * 8, (0, FINE)], b=[(2.0, FINE)])
+    assert ask(server, "a", "b") == [(200, {"object": "text_completion"})] * 2
+    assert server.asked_s["a"] > 2.0
+
+
+def test_a_server_that_has_just_taken_another_one_is_not_away() -> None:
+    server = Server(0.0, a=[*[(0, BUSY)] * 9, (0, FINE)], b=[*[(0.05, BUSY)] * 4, (2.0, FINE)])
+    assert ask(server, "a", "b") == [(200, {"object": "text_completion"})] * 2
+    assert PATIENCE_S / 2 < server.asked_s["b"] < PATIENCE_S
+    assert server.asked_s["a"] > 2.0 + server.asked_s["b"]
+
+
+def test_an_answer_counts_when_it_came_and_not_when_it_was_asked_for() -> None:
+    server = Server(0.0, a=[*[(0, BUSY)] * 6, (0, FINE)], b=[(0.5, FINE)])
+    assert ask(server, "a", "b") == [(200, {"object": "text_completion"})] * 2
+    assert server.asked_s["a"] > 2 * 0.5
+
+
+def test_an_outage_in_which_answers_still_come_is_none() -> None:
+    class Deaf(Server):
+        async def __call__(self, request: httpx.Request) -> httpx.Response:
+            if request.method == "GET" and now_s() - BEGAN_S < 1.0:
+                raise httpx.ConnectTimeout("")
+            return await super().__call__(request)
+
+    server = Deaf(0.0, a=[(0, DROPPED), (0, FINE)], b=[(0.5, FINE)])
+    assert ask(server, "a", "b") == [(200, {"object": "text_completion"})] * 2
+    assert server.asked_s["a"] >= 1.0
+
+
+def test_requests_that_are_refused_after_a_while_do_not_keep_each_other_waiting() -> None:
+    """As by a router that waits for a worker each time."""
+    errors = ask(server := Server(0.0, a=[(0.1, BUSY)] * 20, b=[(0.11, BUSY)] * 20), "a", "b")
+    assert [type(error) for error in errors] == [Unavailable] * 2
+    assert server.ended_s < 2 * PATIENCE_S
+
+
 def test_a_key_that_is_no_longer_taken_stops_the_batch_and_is_no_line_s_fault() -> None:
     refused = httpx.Response(401, json={"error": {"message": "wrong key"}})
     (error,) = ask(Server(0.0, a=[(0, refused)]), "a")
@@ -293,12 +331,6 @@ def test_what_a_server_that_is_not_there_says_is_told() -> None:
     (error,) = ask(Loading(0.0, a=[(0, httpx.ReadError(""))]), "a")
     assert isinstance(error, Unavailable)
     assert "ReadError; then /v1/models answered HTTP 500" in error.message
-
-
-def test_requests_that_are_lost_since_the_last_one_served_was_sent_stop_the_batch() -> None:
-    lost, served = ask(Server(0.0, a=[(0, LOST)] * 20, b=[(0.3, FINE)]), "a", "b")
-    assert isinstance(lost, Unavailable)
-    assert served == (200, {"object": "text_completion"})
 
 
 @pytest.mark.parametrize("away_s", [0.0, 0.3])

@@ -13,6 +13,7 @@ from jdisagg.batch.runner import Batch
 from tests.unit.batch.fake_server import FakeServer, serving
 
 LATE = (504, json.dumps({"error": {"message": "no answer within the deadline", "type": "timeout"}}).encode())
+LOST = (502, json.dumps({"error": {"message": "in flight when 2 workers went down", "type": "handoff_error"}}).encode())
 LINES = ['{"prompt": "one"}', "not json", '{"prompt": "two"}', "", '{"prompt": "three"}', '{"prompt": "four"}']
 
 
@@ -84,6 +85,18 @@ def test_interrupted_it_keeps_the_output_and_goes_on_where_it_was(source: Path, 
         False,
         False,
     ]
+    assert files(tmp_path) == ["in.jsonl", "out.jsonl"]
+
+
+def test_what_is_lost_again_leaves_no_journal_that_cannot_be_finished(source: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    with serving(odd={"two": LOST, "four": LOST}) as server:
+        assert main(arguments(source, output, server, "--patience-s", "0.3")) == 0
+        first = output.read_bytes()
+        assert main(arguments(source, output, server, "--patience-s", "0.3", "--retry-failed")) == 0
+        assert server.asked['"one"'] == 1
+        assert server.asked['"four"'] > 2
+    assert output.read_bytes() == first
     assert files(tmp_path) == ["in.jsonl", "out.jsonl"]
 
 

@@ -1,0 +1,51 @@
+"""Whose turn it is: requests of a batch are under way beside each other, but for those that may bring a server down."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+
+class Turns:
+    """Of the requests of one batch. Use from one event loop."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock`: in seconds."""
+        self._clock = clock
+        self._began_s: list[float] = []  # those under way, the first to begin first
+        self._nobody = asyncio.Event()  # is under way
+        self._nobody.set()
+        self._door = asyncio.Lock()  # all come in by it, in order
+        self._suspect = asyncio.Lock()
+
+    def longest_s(self) -> float:
+        """How long the first to begin is under way; 0 = nobody is."""
+        return self._clock() - self._began_s[0] if self._began_s else 0.0
+
+    @asynccontextmanager
+    async def beside_others(self) -> AsyncIterator[None]:
+        """While nobody is alone."""
+        async with self._door:
+            began_s = self._clock()
+            self._began_s.append(began_s)
+            self._nobody.clear()
+        try:
+            yield
+        finally:
+            self._began_s.remove(began_s)
+            if not self._began_s:
+                self._nobody.set()
+
+    @asynccontextmanager
+    async def one_by_one(self) -> AsyncIterator[None]:
+        """Likewise, and while no other is that came in so."""
+        async with self._suspect, self.beside_others():
+            yield
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """Once all that are under way have ended; until this one has, nobody comes in."""
+        async with self._door:
+            await self._nobody.wait()
+            yield

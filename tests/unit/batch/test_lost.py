@@ -1,0 +1,129 @@
+"""Requests that a fleet loses, and may have died of: they are asked apart from others, and end no batch."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import httpx
+import pytest
+
+from jdisagg.batch.tries import MOST_TIMES_TAKEN, QUARANTINE_S, NotNow, Tries
+from jdisagg.core.errors import Unavailable
+from tests.unit.batch.test_patience import BEGAN_S, BUSY, DROPPED, FINE, LOST, PATIENCE_S, Server, Step, ask, now_s
+
+DONE = (200, {"object": "text_completion"})
+FAILED = (502, {"error": {"message": "lost"}})
+QUARANTINED = httpx.Response(502, json={"error": {"message": "lost"}}, headers={"x-should-retry": "false"})
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses_by_the_loop_s_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jdisagg.batch.tries.FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr("jdisagg.batch.sender.monotonic", now_s)
+
+
+class Watched(Server):
+    """Keeps when each request was under way: name, from, to."""
+
+    def __init__(self, **scripts: list[Step]) -> None:
+        super().__init__(0.0, **scripts)
+        self.spans: list[tuple[str, float, float]] = []
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        began_s = now_s()
+        response = await super().__call__(request)
+        if request.method == "POST":
+            self.spans.append((json.loads(request.content)["name"], began_s - BEGAN_S, now_s() - BEGAN_S))
+        return response
+
+    def of(self, name: str) -> list[tuple[str, float, float]]:
+        return [span for span in self.spans if span[0] == name]
+
+    def beside(self, span: tuple[str, float, float]) -> set[str]:
+        _, begin_s, end_s = span
+        return {name for name, from_s, to_s in self.spans if from_s < end_s and begin_s < to_s} - {span[0]}
+
+
+class Proxied(Server):
+    """A server behind a proxy, which says 502 while it is away."""
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        try:
+            return await super().__call__(request)
+        except httpx.TransportError:
+            return LOST
+
+
+@pytest.mark.parametrize("lost", [LOST, QUARANTINED])
+def test_a_request_that_is_always_lost_fails_alone_though_nobody_else_is_asked(lost: httpx.Response) -> None:
+    """As the last line of a batch: else that could never be finished."""
+    assert ask(server := Server(0.0, a=[(0, lost)] * 20), "a") == [FAILED]
+    assert PATIENCE_S <= server.ended_s < 2 * PATIENCE_S
+
+
+def test_requests_that_are_lost_fail_when_the_last_one_served_has_ended() -> None:
+    assert ask(Server(0.0, a=[(0, LOST)] * 20, b=[(0.3, FINE)]), "a", "b") == [FAILED, DONE]
+
+
+def test_who_was_quarantined_is_asked_once_more_and_nobody_beside_it() -> None:
+    """`c` is under way still, `d` is refused meanwhile for longer than the patience."""
+    server = Watched(a=[(0, QUARANTINED), (2.0, QUARANTINED), (0, FINE)], c=[(1.0, FINE)], d=[(0.7, BUSY), (0.1, FINE)])
+    assert ask(server, "a", "c", "d") == [FAILED, DONE, DONE]
+    _, again = server.of("a")
+    assert not server.beside(again)
+    assert server.asked_s["a"] >= 1.0
+    assert server.asked_s["d"] >= 3.0
+
+
+def test_innocent_requests_that_were_quarantined_beside_another_are_served_one_by_one() -> None:
+    names = [f"a{i}" for i in range(6)]
+    scripts: dict[str, list[Step]] = {name: [(0, QUARANTINED), (1.0, FINE)] for name in names}
+    server = Watched(**scripts | {"a3": [(0, QUARANTINED), (1.0, QUARANTINED)]})
+    assert ask(server, *names) == [DONE, DONE, DONE, FAILED, DONE, DONE]
+    assert all(not server.beside(server.of(name)[1]) for name in names)
+
+
+def test_who_was_quarantined_and_is_then_refused_is_asked_again_until_it_is_lost() -> None:
+    server = Server(0.0, a=[(0, QUARANTINED), (0, BUSY), (0, BUSY), (0, LOST), (0, FINE)])
+    assert ask(server, "a") == [FAILED]
+    assert len(server.scripts["a"]) == 1
+
+
+@pytest.mark.parametrize("patience_s", [3600.0, math.inf])
+def test_no_patience_keeps_a_request_for_longer_than_a_quarantine_lasts(patience_s: float) -> None:
+    tries, lost = Tries(), NotNow("HTTP 502", lost=True, quarantined=True, answer=FAILED)
+    assert tries.rest_s(lost, patience_s) == QUARANTINE_S
+    assert tries.rest_s(lost, patience_s) is None
+
+
+def test_requests_that_were_lost_once_are_asked_one_by_one_and_others_beside_them() -> None:
+    once: list[Step] = [(0, LOST), (1.0, FINE)]
+    server = Watched(a=[*once], b=[*once], c=[*once], d=[(3.0, FINE)])
+    assert ask(server, "a", "b", "c", "d") == [DONE] * 4
+    assert [server.beside(server.of(name)[1]) for name in "abc"] == [{"d"}] * 3
+
+
+def test_requests_that_a_restart_behind_a_proxy_lost_are_asked_again_at_once() -> None:
+    names = [f"a{i}" for i in range(20)]
+    server = Proxied(0.3, **{name: [(0.0, DROPPED), (1.0, FINE)] for name in names})
+    assert ask(server, *names) == [DONE] * 20
+    assert server.ended_s < 1.6
+
+
+def test_a_request_that_no_server_behind_a_proxy_survives_fails_alone() -> None:
+    server = Proxied(0.3, a=[(0, DROPPED)] * 20)
+    assert ask(server, "a") == [FAILED]
+    assert len(server.scripts["a"]) == 20 - MOST_TIMES_TAKEN
+
+
+def test_a_server_that_is_away_behind_a_proxy_stops_the_batch() -> None:
+    outcomes = ask(server := Proxied(60.0, a=[(0, DROPPED)], b=[(0, LOST)] * 20), "a", "b")
+    assert [type(outcome) for outcome in outcomes] == [Unavailable] * 2
+    assert PATIENCE_S <= server.ended_s < 2 * PATIENCE_S
+
+
+def test_a_server_that_refuses_behind_losses_has_the_whole_patience() -> None:
+    server = Server(0.0, a=[*[(0, LOST)] * 4, *[(0, BUSY)] * 5, (0, FINE)])
+    assert ask(server, "a") == [DONE]
+    assert server.ended_s > PATIENCE_S
