@@ -27,6 +27,7 @@ UNAUTHENTICATED = 401
 LOST = 502  # on its way, or by workers that went down with it
 LATE = 504  # its time is over
 RETRIED = frozenset({429, LOST, 503})  # "not now"
+MOST_LOST = 8  # for good, one after the other: a fleet that loses everybody's, and no fault of these
 PROBE_TIMEOUT_S = 10.0
 LOOK_S = 0.25  # between two looks at whether this process stood still (Ctrl-Z, and fg)
 TAKEN_S = 20.0  # who is under way for longer was taken: a router refuses within 5 s without workers, 10 s where all are full
@@ -44,6 +45,8 @@ class Sender:
         self._patience_s = patience_s
         self._served_s = float("-inf")  # when the latest request that was answered had been sent
         self._answered_s = float("-inf")  # when the latest answer came
+        self._losing_s: float | None = None  # since when requests are lost, and none is answered, ..
+        self._num_lost = 0  # .. and how many of them were lost for good
         self._told_s = float("-inf")  # of a wait
         self._looks = Looks(num_recent=0)
         self._turns = Turns(self._now_s)
@@ -78,6 +81,7 @@ class Sender:
                 outcome = await self._once(request)
                 if not isinstance(outcome, NotNow):
                     self._served_s, self._answered_s = max(self._served_s, sent_s), self._now_s()
+                    self._losing_s, self._num_lost = None, 0
                     return outcome
                 was_away = (outcome.taken or outcome.lost) and await self._come_back(what, outcome.why)
             if outcome.taken or (was_away and not outcome.quarantined):
@@ -105,9 +109,19 @@ class Sender:
         return was_away
 
     async def _rest(self, tries: Tries, what: str, outcome: NotNow) -> Answer | None:
-        """Before a request that was lost is asked again. Returns the answer to keep when it was lost for long enough."""
-        pause_s = tries.rest_s(outcome, self._patience_s)
+        """Before a request that was lost is asked again. Returns the answer to keep when it was lost for long enough, or others
+        were, and nobody served; raises Unavailable where that is so of many."""
+        now_s = self._now_s()
+        self._losing_s = now_s if self._losing_s is None else self._losing_s
+        serves_nobody = now_s - self._losing_s >= self._patience_s
+        pause_s = None if serves_nobody else tries.rest_s(outcome, self._patience_s)
         if pause_s is None:
+            self._num_lost += 1
+            if serves_nobody and self._num_lost >= MOST_LOST:
+                raise Unavailable(
+                    f"{what}: {MOST_LOST} requests were lost, and none was served: {outcome.why}; "
+                    "check the server's workers, then run the same command again to go on from here"
+                )
             return outcome.answer
         if pause_s >= SILENT_S:
             self._tell("%s: %s; asked again in %.0f s", what, outcome.why, pause_s)

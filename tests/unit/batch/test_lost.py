@@ -8,6 +8,7 @@ import math
 import httpx
 import pytest
 
+from jdisagg.batch.sender import MOST_LOST
 from jdisagg.batch.tries import MOST_TIMES_TAKEN, QUARANTINE_S, NotNow, Tries
 from jdisagg.core.errors import Unavailable
 from tests.unit.batch.test_patience import BEGAN_S, BUSY, DROPPED, FINE, LOST, PATIENCE_S, Server, Step, ask, now_s
@@ -60,6 +61,22 @@ def test_a_request_that_is_always_lost_fails_alone_though_nobody_else_is_asked(l
     """As the last line of a batch: else that could never be finished."""
     assert ask(server := Server(0.0, a=[(0, lost)] * 20), "a") == [FAILED]
     assert PATIENCE_S <= server.ended_s < 2 * PATIENCE_S
+
+
+def test_a_server_that_loses_everybody_s_requests_stops_the_batch_and_each_run_gets_further() -> None:
+    names = [f"a{number}" for number in range(20)]
+    outcomes = ask(server := Server(0.0, **{name: [(0.0, LOST)] * 200 for name in names}), *names)
+    stopped = [str(outcome) for outcome in outcomes if isinstance(outcome, Unavailable)]
+    assert "8 requests were lost, and none was served: HTTP 502: " in stopped[0]
+    assert (outcomes.count(FAILED), len(stopped)) == (MOST_LOST - 1, 20 - MOST_LOST + 1)
+    assert PATIENCE_S <= server.ended_s < 2 * PATIENCE_S
+
+
+def test_as_many_that_are_lost_while_others_are_served_stop_nothing() -> None:
+    names = [f"a{number}" for number in range(2 * MOST_LOST)]
+    served = {f"b{number}": [(0.1 * number, FINE)] for number in range(60)}
+    outcomes = ask(Server(0.0, **served, **{name: [(0.0, LOST)] * 200 for name in names}), *served, *names)
+    assert outcomes == [DONE] * len(served) + [FAILED] * len(names)
 
 
 def test_requests_that_are_lost_fail_when_the_last_one_served_has_ended() -> None:
