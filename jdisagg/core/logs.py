@@ -5,19 +5,20 @@ stdout belongs to READY lines.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 import threading
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from datetime import UTC, datetime
 from time import monotonic
 from typing import TextIO
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.log_formats import FORMAT_VARIABLE, FORMATS, TEXT, make_formatter, to_stderr
 from jdisagg.core.outlet import Outlet
-from jdisagg.core.told import told
+from jdisagg.core.told import printable, told
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,50 @@ NO_HTTP = "Invalid HTTP request received."  # uvicorn's words, of whoever sent i
 GARBLED_EVERY_S = 10.0
 NO_TEXT = "Invalid encoding on %s"  # gRPC's, of the status of a call; whoever called tells of that
 LEVEL_VARIABLE = "JDISAGG_LOG_LEVEL"
+FORMAT_VARIABLE = "JDISAGG_LOG_FORMAT"
+FORMATS = (TEXT, JSON) = ("text", "json")
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+def setup_logs(role: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Send all logging of this process to stderr, from the level of `JDISAGG_LOG_LEVEL` on (default info), in the format of
+    `JDISAGG_LOG_FORMAT` (default text).
+
+    Replaces handlers set before. Raises ConfigError when a variable holds nothing that is known.
+    """
+    level = _LEVELS[_choice(environ, LEVEL_VARIABLE, _LEVELS, "info")]
+    _choice(environ, FORMAT_VARIABLE, FORMATS, TEXT)
+    handler = PatientHandler(to_stderr(environ))
+    handler.setFormatter(make_formatter(role, environ))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.getLogger(GRPC_SERVER_LOG).addFilter(Garbled())
+    logging.getLogger(HTTP_SERVER_LOG).addFilter(Garbled())
+    logging.captureWarnings(True)
+    for noisy in ("jax", "absl", "orbax", "httpx", "uvicorn", "asyncio"):
+        logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
+
+
+def make_formatter(role: str, environ: Mapping[str, str] = os.environ) -> logging.Formatter:
+    """Of records of this process."""
+    if _is_json(environ):
+        return JsonFormatter(role)
+    return OneLineFormatter(f"%(asctime)s %(levelname).1s {role}[{os.getpid()}] %(name)s: %(message)s")
+
+
+def to_stderr(environ: Mapping[str, str] = os.environ) -> Outlet:
+    """For lines of the format that is set."""
+    return Outlet(sys.stderr, remark=_json_remark) if _is_json(environ) else Outlet(sys.stderr)
+
+
+def passed_on(name: str, line: str, environ: Mapping[str, str] = os.environ) -> str:
+    """What the child process `name` wrote to stderr, as a line of ours. It need not be a record: libraries write there, too."""
+    if not _is_json(environ):
+        return f"{name} | {line}"
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):
+        fields = None
+    return json.dumps({"process": name, **(fields if isinstance(fields, dict) else {"message": line})})
 
 
 class PatientHandler(logging.StreamHandler[TextIO]):
@@ -54,29 +98,32 @@ class PatientHandler(logging.StreamHandler[TextIO]):
             self._outlet.write(self.format(told) + self.terminator)
 
 
-def setup_logs(role: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Send all logging of this process to stderr, from the level of `JDISAGG_LOG_LEVEL` on (default info), in the format of
-    `JDISAGG_LOG_FORMAT` (default text).
+class OneLineFormatter(logging.Formatter):
+    """Keeps a record on one line: newlines (of tracebacks too) become a visible ` | `, other control characters escapes."""
 
-    Replaces handlers set before. Raises ConfigError when a variable holds nothing that is known.
-    """
-    level = _LEVELS[_choice(environ, LEVEL_VARIABLE, _LEVELS, "info")]
-    _choice(environ, FORMAT_VARIABLE, FORMATS, TEXT)
-    handler = PatientHandler(to_stderr(environ))
-    handler.setFormatter(make_formatter(role, environ))
-    logging.basicConfig(level=level, handlers=[handler], force=True)
-    logging.getLogger(GRPC_SERVER_LOG).addFilter(Garbled())
-    logging.getLogger(HTTP_SERVER_LOG).addFilter(Garbled())
-    logging.captureWarnings(True)
-    for noisy in ("jax", "absl", "orbax", "httpx", "uvicorn", "asyncio"):
-        logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as one line."""
+        return printable(super().format(record).rstrip().replace("\n", " | "))
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        """To the millisecond, of this machine's zone, which is named: logs of several machines can be laid side by side."""
+        return _time(record)
 
 
-def _choice(environ: Mapping[str, str], variable: str, choices: Collection[str], default: str) -> str:
-    value = environ.get(variable, default).lower()
-    if value not in choices:
-        raise ConfigError(f"{variable}: got {value!r}, wanted one of {', '.join(choices)}")
-    return value
+class JsonFormatter(logging.Formatter):
+    """A record as a JSON object on one line; a traceback is its `exception`."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self._role = role
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as one line."""
+        fields = {"time": _time(record), "level": record.levelname.lower(), "role": self._role, "pid": os.getpid()}
+        fields |= {"logger": record.name, "message": record.getMessage()}
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
 
 
 class Garbled(logging.Filter):
@@ -129,3 +176,22 @@ class Seldom:
         if kept_back:
             text, told = f"{text}; %d more since it was last said", (*told, kept_back)
         log.log(level, text, *told)
+
+
+def _choice(environ: Mapping[str, str], variable: str, choices: Collection[str], default: str) -> str:
+    value = environ.get(variable, default).lower()
+    if value not in choices:
+        raise ConfigError(f"{variable}: got {value!r}, wanted one of {', '.join(choices)}")
+    return value
+
+
+def _is_json(environ: Mapping[str, str]) -> bool:
+    return environ.get(FORMAT_VARIABLE, "").lower() == JSON
+
+
+def _json_remark(text: str) -> str:
+    return json.dumps({"message": text})
+
+
+def _time(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).astimezone().isoformat(timespec="milliseconds")

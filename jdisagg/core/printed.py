@@ -7,8 +7,7 @@ from enum import Enum
 from typing import Any
 
 from jdisagg.core.config import Config, LocalPrefill
-from jdisagg.core.flags import BY_NAME, FLAGS, SECTIONS, Flag
-from jdisagg.core.scope import applies
+from jdisagg.core.flags import BY_NAME, FLAGS, SECTIONS, Flag, applies
 
 
 def to_toml(config: Config) -> str:

@@ -21,9 +21,8 @@ from typing import Any, NoReturn, get_type_hints
 
 from jdisagg.core.config import Config, LocalPrefill
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.flags import BY_NAME, FLAGS, ROLES, SECTIONS, Flag
+from jdisagg.core.flags import BY_NAME, FLAGS, ROLES, SECTIONS, Flag, check_flags, remark_on_file
 from jdisagg.core.foreign_flags import advice
-from jdisagg.core.scope import check_flags, remark_on_file
 from jdisagg.core.values import check_keys, fail, read_value
 
 log = logging.getLogger(__name__)

@@ -23,11 +23,10 @@ from jdisagg.core.requests import Role
 from jdisagg.router.entry import Entry, Reach, RunStream
 from jdisagg.router.longest import Longest, LongestPrompts
 from jdisagg.router.lots import lot_of, seat_of
-from jdisagg.router.partners import Partners
+from jdisagg.router.partners import Partners, Usual
 from jdisagg.router.prefixes import NOTHING_KEPT, NOWHERE, Near
 from jdisagg.router.silence import Silence
 from jdisagg.router.standings import standing_among, standings_of
-from jdisagg.router.unlike import Usual
 from jdisagg.router.usable import ANY_REQUEST, NO_WISHES, Needs, Usable, Wishes, usable
 from jdisagg.router.worker_cache import WorkerCache
 

@@ -1,9 +1,11 @@
-"""Prefill and decode workers of the same weights, and those that have nobody on the other side while others have."""
+"""Which workers of a fleet go together: of the same weights prefill and decode pair, of the same bits streams may move."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from jdisagg.core.bits import SAME_BY, are_unlike
 from jdisagg.core.fingerprint import Difference, difference
 from jdisagg.core.fleet import Member
 from jdisagg.core.requests import Role
@@ -11,10 +13,14 @@ from jdisagg.core.told import first_of
 
 _SHOWN = 12  # characters of a fingerprint
 _OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
-_THEN = {  # what becomes of them
+_LONELY_THEN = {  # what becomes of those that have nobody on the other side, while others have
     Role.PREFILL: "gets none of this router's prompts, as no decode worker here has the same weights",
     Role.DECODE: "is asked after others that are well, as no prefill worker here has the same weights",
 }
+_UNLIKE_THEN = (
+    "a stream that moves between them goes on, but is not the same to the last bit as --numerics exact would have it; "
+    f"{SAME_BY} give the same"
+)
 
 
 class Partners:
@@ -51,7 +57,47 @@ class Partners:
         """What follows for those of one role that lack a partner, and what keeps them from all that there are."""
         role = lonely[0].role
         both = self._of | {role: list(lonely)}
-        return f"{_THEN[role]}: {differing(both[Role.PREFILL], both[Role.DECODE])} must be the same on both"
+        return f"{_LONELY_THEN[role]}: {differing(both[Role.PREFILL], both[Role.DECODE])} must be the same on both"
+
+
+class Usual:
+    """The bits that most workers of each fingerprint compute with `--numerics exact`, of those that tried the same and do not
+    drain; of as many, those of the first.
+
+    Those with others serve and pair, no request is lost by it. But a stream that moves from one to another, or whose prompt one
+    computes for the other, is not what a single worker would have given, to the last bit: so who has the bits of a stream is
+    asked first (`Fleet.choose`).
+    """
+
+    def __init__(self, members: Iterable[Member]) -> None:
+        counts: dict[tuple[str, str], Counter[str]] = {}
+        for member in members:
+            if member.bits and not member.draining:
+                counts.setdefault(_compared(member), Counter())[member.bits] += 1
+        self._bits = {compared: of_them.most_common(1)[0] for compared, of_them in counts.items()}
+
+    def lacks(self, member: Member) -> bool:
+        """Whether it computes others, and does not drain."""
+        usual, _ = self._bits.get(_compared(member), ("", 0))
+        return not member.draining and are_unlike(usual, member.bits)
+
+    def differs(self, member: Member) -> str:
+        """Of one that does, in words."""
+        usual, count = self._bits[_compared(member)]
+        others = f"{count} worker{'s' if count > 1 else ''} of its weights"
+        return f"bits {member.bits}, where {others} compute{'' if count > 1 else 's'} {usual}"
+
+    def why(self, member: Member) -> str:
+        """The same, and what follows."""
+        return f"{self.differs(member)}: {_UNLIKE_THEN}"
+
+    def why_all(self, members: Iterable[Member]) -> str:
+        """The same of several, who they are."""
+        alike: dict[str, list[str]] = {}
+        for member in members:
+            alike.setdefault(self.differs(member), []).append(f"{member.role.value} worker {member.worker}")
+        told = [f"{first_of(names, ', ')}: {differs}" for differs, names in alike.items()]
+        return f"{first_of(told, '; ')}: {_UNLIKE_THEN}"
 
 
 def differing(ps: Sequence[Member], ds: Sequence[Member]) -> str:
@@ -71,3 +117,8 @@ def named(members: Sequence[Member]) -> str:
 def _told(found: Difference) -> str:
     also = f"; also {', '.join(found.also)}" if found.also else ""
     return f"{found.name} (prefill {found.wanted}, decode {found.got}{also})"
+
+
+def _compared(member: Member) -> tuple[str, str]:
+    """Those for which it is the same compute the same, or should."""
+    return member.card.fingerprint, member.bits.partition("-")[0]

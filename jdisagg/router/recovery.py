@@ -6,21 +6,22 @@ is back not at all), one that workers keep giving back is failed with their reas
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from array import array
 from dataclasses import dataclass
 
 from jdisagg.core.errors import DeadlineExceeded, Overloaded, Quarantined, RequestError, Unavailable
 from jdisagg.core.logs import Seldom
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, Output
-from jdisagg.router.budget import WINDOW_S, ReplayBudget
 from jdisagg.router.flight import Flight
-from jdisagg.router.quarantine import Quarantine
 from jdisagg.router.setbacks import Lost
 
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0  # before the same worker is asked again
+WINDOW_S = 60.0  # of the replay budget
 FAILED_EVERY_S, FAILED_FIRST = 10.0, 16  # while no worker takes any, every request fails
 
 
@@ -32,7 +33,7 @@ class ReplayConfig:
     max_refusals: int = 8  # replays after a worker gave the request back (HandoffLost, Unavailable)
     quarantine_s: float = 60.0
     budget_share: float = 0.5  # replays per new request ..
-    budget_floor: int = 64  # .. and this many a minute, beside everything alive once: see `budget`
+    budget_floor: int = 64  # .. and this many a minute, beside everything alive once: see `ReplayBudget`
     place_wait_s: float = 5.0  # how long a new request waits for a worker; a replay, whose client holds a stream, longer
 
 
@@ -160,5 +161,75 @@ class Replays:
         )
 
 
+class Quarantine:
+    """Requests, by id and by prompt, that are refused for now, as they seem to kill workers."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._until_s: dict[str, float] = {}  # by key, the first to end first
+
+    def add(self, request: EngineRequest, now_s: float) -> None:
+        """Refuse it from now on."""
+        self.expire(now_s)
+        for key in _keys(request):
+            self._until_s.pop(key, None)
+            self._until_s[key] = now_s + self._seconds
+
+    def expire(self, now_s: float) -> None:
+        """Forget those whose time is over."""
+        while self._until_s and next(iter(self._until_s.values())) <= now_s:
+            del self._until_s[next(iter(self._until_s))]
+
+    def check(self, request: EngineRequest, now_s: float) -> None:
+        """Raises Quarantined while it is quarantined."""
+        self.expire(now_s)
+        left_s = max(self._until_s.get(key, 0.0) for key in _keys(request)) - now_s if self._until_s else 0.0
+        if left_s > 0:
+            raise Quarantined(
+                f"request {request.request_id}: this request or its prompt was in flight when several workers died; "
+                f"quarantined for {left_s:.0f} s more"
+            )
+
+    def __len__(self) -> int:
+        return len(self._until_s)
+
+
+class ReplayBudget:
+    """How many replays a router may start: a fleet that dies over and over must fail clearly, not compute everything many
+    times.
+
+    A bucket that fills with replays and leaks. It holds everything that is alive once, plus a floor, so one death never fails
+    for lack of budget; it leaks its own size per minute, and a share of every new request. Time is passed in.
+    """
+
+    def __init__(self, share: float, floor: int) -> None:
+        """`share`: replays per new request. `floor`: replays a minute whatever the traffic."""
+        self._share = share
+        self._floor = floor
+        self._spent = 0.0
+        self._leaked_s = 0.0
+
+    def admitted(self) -> None:
+        """A new request came."""
+        self._spent = max(0.0, self._spent - self._share)
+
+    def take(self, num_live: int, now_s: float) -> bool:
+        """Whether one more replay may start now, with `num_live` requests alive."""
+        size = self._floor + num_live
+        self._spent = max(0.0, self._spent - max(0.0, now_s - self._leaked_s) * size / WINDOW_S)
+        self._leaked_s = max(self._leaked_s, now_s)
+        if self._spent + 1.0 > size:
+            return False
+        self._spent += 1.0
+        return True
+
+
 def _stage(flight: Flight) -> str:
     return f"behind {flight.num_delivered} tokens" if flight.num_delivered else "before its first token"
+
+
+def _keys(request: EngineRequest) -> tuple[str, str]:
+    """Who keeps prefixes apart by a salt keeps prompts apart: nobody learns, or suffers from, what others asked."""
+    prompt = hashlib.blake2b(array("q", request.prompt_token_ids).tobytes(), digest_size=16)
+    prompt.update(request.cache_salt.encode())
+    return f"id:{request.request_id}", f"prompt:{prompt.hexdigest()}"

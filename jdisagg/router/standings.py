@@ -8,8 +8,7 @@ from dataclasses import replace
 from jdisagg.core.fleet import Member, Standing, State
 from jdisagg.core.requests import Role
 from jdisagg.router.entry import Entry
-from jdisagg.router.partners import Partners
-from jdisagg.router.unlike import Usual
+from jdisagg.router.partners import Partners, Usual
 
 NO_PARTNER = "no prefill worker pairs with it (--local-prefill never)"
 

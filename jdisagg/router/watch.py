@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from jdisagg.core.fleet import Key, Member
 from jdisagg.core.requests import Role
-from jdisagg.router.partners import Partners, differing, named
-from jdisagg.router.unlike import Usual
+from jdisagg.router.partners import Partners, Usual, differing, named
 
 SETTLE_S = 10.0  # restarts and upgrades pass through such states
 LONELY_S = 300.0  # a roll-out passes through it: new workers load while all that would pair with them do, too

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from jdisagg.api.tasks import first_of
-from jdisagg.core.log_formats import passed_on
+from jdisagg.core.logs import passed_on
 from jdisagg.core.outlet import Outlet
 from jdisagg.serve.environment import PARENT_VARIABLE, check_descriptors
 from jdisagg.serve.ready import Ready, parse

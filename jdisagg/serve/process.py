@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 import uvloop
 
 from jdisagg.api.tasks import start_in, threads_beside
-from jdisagg.core.log_formats import make_formatter
+from jdisagg.core.logs import make_formatter
 from jdisagg.core.outlet import Outlet
 from jdisagg.serve.cores import usable_cores
 from jdisagg.serve.environment import PARENT_VARIABLE

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jdisagg.api.tasks import until_set
-from jdisagg.core.log_formats import to_stderr
+from jdisagg.core.logs import to_stderr
 from jdisagg.serve.child import Child, ChildSpec
 from jdisagg.serve.ready import Ready
 

@@ -15,14 +15,13 @@ from starlette.responses import Response
 from jdisagg.api.generation.choice import Delta, ScoredToken, Transcript
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import Job, TextRequest
+from jdisagg.api.http.answer_json import PlainChunks, whole_response
 from jdisagg.api.http.body import Body, read_body
 from jdisagg.api.http.calls import MessageReader, TextReader, read_offer, reader_of
 from jdisagg.api.http.connection import Event, open_stream, while_connected
 from jdisagg.api.http.forced_calls import with_forced
-from jdisagg.api.http.long_json import whole_response
 from jdisagg.api.http.messages import render_prompt
 from jdisagg.api.http.parameters import LENGTH, ResponseOptions, admit, read_options, read_request, read_sampling
-from jdisagg.api.http.plain_chunks import PlainChunks
 from jdisagg.api.http.request_id import request_id_of
 from jdisagg.api.http.shapes import chat_logprobs, provenance_object
 from jdisagg.api.http.unserved import CHAT_FIELDS, refuse_unserved

@@ -14,9 +14,9 @@ from starlette.responses import Response
 from jdisagg.api.generation.choice import ChoiceResult, Delta, Transcript, has_many_scores
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import DEFAULT_MAX_TOKENS, Job, TextRequest
+from jdisagg.api.http.answer_json import PlainChunks, long_json, whole_response
 from jdisagg.api.http.body import Body, read_body
 from jdisagg.api.http.connection import Event, open_stream, while_connected
-from jdisagg.api.http.long_json import long_json, whole_response
 from jdisagg.api.http.parameters import (
     LENGTH,
     NEWER_LENGTH,
@@ -26,7 +26,6 @@ from jdisagg.api.http.parameters import (
     read_request,
     read_sampling,
 )
-from jdisagg.api.http.plain_chunks import PlainChunks
 from jdisagg.api.http.request_id import request_id_of
 from jdisagg.api.http.shapes import completion_logprobs, prompt_logprobs, provenance_object
 from jdisagg.api.http.unserved import COMPLETION_FIELDS, refuse_unserved

@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from jdisagg.api.http.answer_json import encode_event
 from jdisagg.api.http.errors import error_object
-from jdisagg.api.http.plain_chunks import encode_event
 from jdisagg.api.http.request_id import logged_request_id
 from jdisagg.api.tasks import cancel_and_wait
 from jdisagg.core.errors import Cancelled, JdisaggError

@@ -15,8 +15,8 @@ from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import check_model
 from jdisagg.api.generation.long_texts import INLINE_CHARACTERS
 from jdisagg.api.generation.sampling_bounds import check_token_ids
+from jdisagg.api.http.answer_json import long_json
 from jdisagg.api.http.body import read_body
-from jdisagg.api.http.long_json import long_json
 from jdisagg.api.http.messages import render_prompt
 from jdisagg.api.http.unserved import CHAT_FIELDS, refuse_unserved
 from jdisagg.core.errors import InvalidRequest

@@ -1,4 +1,4 @@
-"""What P says on one hand-off's stream: from its engine's thread to the wire."""
+"""What P says on one hand-off's stream, from its engine's thread to the wire, and what its engine hears of it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from jdisagg.api.in_order import is_long
 from jdisagg.api.outbox import Outbox
 from jdisagg.api.peer.codec import UP_HEARTBEAT, encode_up
 from jdisagg.api.tasks import call_on
+from jdisagg.handoff.events import PeerAlive, PeerMessage, PeerOpened
 from jdisagg.handoff.messages import Done, MadeAtDecode, PrefillToDecode, StreamEnded, Up
 from jdisagg.v1 import peer_pb2
 
 log = logging.getLogger(__name__)
 
+Event = PeerOpened | PeerMessage | PeerAlive
+Post = Callable[[Event], None]
 Write = Callable[[peer_pb2.PrefillResponse], Awaitable[object]]
 
 
@@ -62,6 +65,33 @@ class StreamReply:
                 self.unread.set_result(None)
         elif not self.gone:
             self.outbox.put(message)
+
+
+class Posts:
+    """What P's engine hears of one hand-off; what comes before its beginning waits for that. On the loop. `post` must be
+    thread-safe and not block."""
+
+    def __init__(self, post: Post) -> None:
+        self._post = post
+        self._early: list[Event] | None = []  # None: it has begun
+
+    def begin(self, opened: PeerOpened) -> None:
+        """Post this one, and what waits for it."""
+        early, self._early = self._early, None
+        for event in (opened, *(early or ())):
+            self._post(event)
+
+    def put(self, event: Event) -> None:
+        """Post it now or then."""
+        if self._early is None:
+            self._post(event)
+        else:
+            self._early.append(event)
+
+    def end(self, event: PeerMessage) -> None:
+        """The last one; of no use when there was no beginning, which does not come any more."""
+        if self._early is None:
+            self._post(event)
 
 
 async def _write(message: Up | peer_pb2.PrefillResponse, write: Write, heartbeat_s: float) -> None:

@@ -25,8 +25,7 @@ from jdisagg.api.codec import refuse
 from jdisagg.api.peer.codec import decode_down
 from jdisagg.api.peer.identity_codec import decode_identity, encode_identity
 from jdisagg.api.peer.piece_server import PieceServer
-from jdisagg.api.peer.posts import Post, Posts
-from jdisagg.api.peer.reply import StreamReply
+from jdisagg.api.peer.reply import Post, Posts, StreamReply
 from jdisagg.api.peer.shared_pulse import Listener, SharedPulse
 from jdisagg.api.status_details import end_call
 from jdisagg.api.tasks import cancel_and_wait, first_of

@@ -12,9 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from jdisagg.api.http import body, body_room, chat, completions, parameters
-from jdisagg.api.http.body import Body, wrong_type
-from jdisagg.api.http.json_structure import MAX_STRUCTURE, num_structures
+from jdisagg.api.http import body, chat, completions, parameters
+from jdisagg.api.http.body import MAX_STRUCTURE, Body, num_structures, wrong_type
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.text.tokenizer import Tokenizer
@@ -58,7 +57,7 @@ def test_a_body_of_too_many_lists_is_refused_before_it_is_parsed(
 def test_bodies_that_are_on_their_way_have_so_much_memory_together(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(body_room, "MAX_BYTES", 2**20)
+    monkeypatch.setattr(body, "ROOM_BYTES", 2**20)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 700000\r\n\r\n{"
 
     async def check() -> None:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from jdisagg.api.generation.choice import LONG_POSITIONS, Delta, Transcript
-from jdisagg.api.http import long_json
+from jdisagg.api.http import answer_json
 from jdisagg.core.requests import TokenLogprob
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, run, serving
@@ -20,14 +20,14 @@ SCORED = {"prompt": [3 + number % 40 for number in range(LONG_POSITIONS + 2)], "
 
 
 def test_an_answer_whose_client_has_hung_up_is_not_written(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    go, written, write = threading.Event(), list[Any](), long_json.long_json
+    go, written, write = threading.Event(), list[Any](), answer_json.long_json
 
     def slowly(answer: dict[str, Any]) -> bytes:
         written.append(answer["choices"])
         assert go.wait(60.0)
         return write(answer)
 
-    monkeypatch.setattr(long_json, "long_json", slowly)
+    monkeypatch.setattr(answer_json, "long_json", slowly)
 
     async def asked() -> None:
         engine = FakeEngine(tokenizer, "fox", max_model_len=1000)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jdisagg.api.generation.choice import Delta, ScoredToken
-from jdisagg.api.http.plain_chunks import PlainChunks, encode_event
+from jdisagg.api.http.answer_json import PlainChunks, encode_event
 from jdisagg.core.requests import FinishReason
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, run, serving

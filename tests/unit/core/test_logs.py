@@ -12,8 +12,7 @@ from time import time
 import pytest
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.log_formats import OneLineFormatter, passed_on, to_stderr
-from jdisagg.core.logs import setup_logs
+from jdisagg.core.logs import OneLineFormatter, passed_on, setup_logs, to_stderr
 
 PROGRAM = """
 import logging

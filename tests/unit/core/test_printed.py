@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdisagg.core.config import Config
-from jdisagg.core.flags import BY_NAME, FLAGS, SECTIONS
+from jdisagg.core.flags import BY_NAME, FLAGS, SECTIONS, applies
 from jdisagg.core.printed import to_flags, to_toml
-from jdisagg.core.scope import applies
 from jdisagg.core.settings import build_parser
 from tests.unit.core.loading import load
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdisagg.router.budget import WINDOW_S, ReplayBudget
+from jdisagg.router.recovery import WINDOW_S, ReplayBudget
 
 
 def test_everything_alive_may_be_replayed_at_once_and_the_floor_on_top() -> None:

@@ -7,7 +7,7 @@ from time import monotonic
 import pytest
 
 from jdisagg.core.errors import HandoffLost
-from jdisagg.router.quarantine import Quarantine
+from jdisagg.router.recovery import Quarantine
 from tests.unit.router.fakes import Router
 from tests.unit.router.rig import ask
 from tests.unit.wire.rig import request, run_quiet

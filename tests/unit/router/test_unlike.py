@@ -12,8 +12,8 @@ from jdisagg.core.fleet import Member, Standing, State
 from jdisagg.core.requests import Output, Role
 from jdisagg.router.fleet import Fleet
 from jdisagg.router.flight import Flight
+from jdisagg.router.partners import Usual
 from jdisagg.router.prefixes import NOWHERE, Kept, Near
-from jdisagg.router.unlike import Usual
 from jdisagg.router.usable import ANY_REQUEST, Wishes
 from jdisagg.router.watch import SETTLE_S, FleetWatch
 from tests.unit.router.fakes import FakeWorker, Router

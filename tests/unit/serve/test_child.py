@@ -15,7 +15,7 @@ from typing import TextIO
 import pytest
 import uvloop
 
-from jdisagg.core.log_formats import to_stderr
+from jdisagg.core.logs import to_stderr
 from jdisagg.serve.child import Child, ChildSpec
 
 READY = """
@@ -82,7 +82,7 @@ def test_a_child_that_was_ready_while_its_supervisor_stood_still_came_in_time(tm
 
 SHORT_OF_DESCRIPTORS = """
 import asyncio, os, resource, sys, uvloop
-from jdisagg.core.log_formats import to_stderr
+from jdisagg.core.logs import to_stderr
 from jdisagg.serve.child import Child, ChildSpec
 
 def descriptors():

@@ -1,0 +1,78 @@
+"""How answers become JSON: whole ones, chunks, and those that are so long that a thread of its own writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from json.encoder import encode_basestring
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from jdisagg.api.generation.choice import Delta, Transcript, has_many_scores
+from jdisagg.api.generation.edge import Edge
+from jdisagg.api.generation.intake import Job
+
+_LEVELS = 5  # of answer, choices, choice, logprobs, tokens; below lies one token
+_HOLE = "\0"  # what the text is while the rest is written; in JSON no other value looks like it
+_WRITTEN_HOLE = encode_basestring(_HOLE)
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # json.dumps makes one for each call
+
+
+async def whole_response(edge: Edge, job: Job, whole: Callable[[Transcript], dict[str, Any]]) -> Response:
+    """The response of a request that does not stream; a long one is made and written beside the event loop."""
+    transcript = await edge.complete(job)
+    if not has_many_scores(transcript.choices):
+        return JSONResponse(whole(transcript))
+    content = await edge.beside(lambda: long_json(whole(transcript)))
+    return Response(content, media_type="application/json")
+
+
+def long_json(answer: dict[str, Any]) -> bytes:
+    """As a short answer is written, for a thread of its own: in pieces, as no other thread runs before the end of one."""
+    return "".join(_pieces(answer, _LEVELS)).encode()
+
+
+def encode_event(event: dict[str, Any]) -> bytes:
+    """Its JSON."""
+    return _ENCODER.encode(event).encode()
+
+
+class PlainChunks:
+    """Chunks of one answer that bring text and nothing else, most of them: but for their text they are all alike, and written
+    once. They show nothing of a delta but text, unless it ends a choice or has log-probabilities."""
+
+    def __init__(self, write: Callable[[Delta], dict[str, Any]]) -> None:
+        """`write` makes the chunk of a delta with an index, a text and a fingerprint."""
+        self._write = write
+        self._around: dict[tuple[int, str | None], tuple[str, str]] = {}  # what is before the text, and behind it
+
+    def chunk(self, delta: Delta, fingerprint: str | None) -> bytes | None:
+        """The JSON; None for a delta that has more to say than its text, or nothing. `fingerprint`: of who answers."""
+        if not delta.text or delta.finish is not None or delta.logprobs or delta.prompt_logprobs:
+            return None
+        around = self._around.get((delta.index, fingerprint))
+        if around is None:
+            event = self._write(Delta(index=delta.index, text=_HOLE, fingerprint=fingerprint))
+            before, behind = encode_event(event).decode().split(_WRITTEN_HOLE)
+            around = self._around[delta.index, fingerprint] = before, behind
+        return f"{around[0]}{encode_basestring(delta.text)}{around[1]}".encode()
+
+
+def _pieces(value: Any, levels: int) -> Iterator[str]:
+    if levels and isinstance(value, dict):
+        opening = "{"
+        for key, item in value.items():
+            yield f"{opening}{json.dumps(key, ensure_ascii=False)}:"
+            yield from _pieces(item, levels - 1)
+            opening = ","
+        yield "}" if value else "{}"
+    elif levels and isinstance(value, list):
+        opening = "["
+        for item in value:
+            yield opening
+            yield from _pieces(item, levels - 1)
+            opening = ","
+        yield "]" if value else "[]"
+    else:
+        yield json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
