@@ -8,17 +8,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from jdisagg.aot.abstract import AbstractEngine, ModelForm
-from jdisagg.aot.accelerators import GIB, Accelerator
+from jdisagg.aot.accelerators import GIB, Accelerator, Topology
 from jdisagg.aot.budget import make_budget
 from jdisagg.aot.command import Effort
 from jdisagg.aot.compiled import CompiledStep, compile_step
 from jdisagg.aot.compilers import abstract_devices
-from jdisagg.aot.judgement import limits, needed_by, sharing_problems, step_problems
 from jdisagg.aot.planned import PlannedEngine, planned_engines, planned_mesh
 from jdisagg.aot.remedies import remedies
-from jdisagg.aot.report import EngineReport, Report
+from jdisagg.aot.report import EngineReport, Report, limits, needed_by, sharing_problems, step_problems
 from jdisagg.aot.roofline import Roofline, workloads
-from jdisagg.aot.topology import Topology
 from jdisagg.core.config import Config, Numerics
 from jdisagg.core.requests import Role
 from jdisagg.engine.executables import STATE_UPDATES, Executable, executables

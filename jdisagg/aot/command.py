@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jdisagg.aot.topology import Topology, parse_topology
+from jdisagg.aot.accelerators import Topology, parse_topology
 from jdisagg.core.config import Config
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import Parser, load_config

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from jdisagg.aot.topology import Topology
+from jdisagg.aot.accelerators import Topology
 from jdisagg.core.errors import ConfigError
 
 _CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")

@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jdisagg.aot.abstract import AbstractEngine, ModelForm
-from jdisagg.aot.accelerators import MIB
+from jdisagg.aot.accelerators import MIB, Topology, parse_topology
 from jdisagg.aot.compiled import CompiledStep, compile_step
 from jdisagg.aot.compilers import abstract_devices
 from jdisagg.aot.table import columns, count_copies
-from jdisagg.aot.topology import Topology, parse_topology
 from jdisagg.core.config import CacheConfig, Config, LayerLoop, ModelConfig, Numerics, SchedulerConfig
 from jdisagg.core.requests import Role
 from jdisagg.engine.sizing import size_engine

@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jdisagg.aot.topology import Topology
+from jdisagg.aot.accelerators import Topology
 from jdisagg.core.config import Config
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.requests import Role

@@ -1,4 +1,4 @@
-"""A report for people: tables in plain text."""
+"""A report for people: tables in plain text, where their figures come from, and what was found in the compiled programs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,31 @@ from collections.abc import Iterator, Sequence
 from jdisagg.aot.accelerators import GIB, MIB
 from jdisagg.aot.budget import Budget
 from jdisagg.aot.compiled import CompiledStep
-from jdisagg.aot.explain import explanations
 from jdisagg.aot.report import EngineReport, Report
 from jdisagg.aot.roofline import StepTime
+
+_RULE = (
+    ("usable", "the limit times --device-memory-utilization; all of it where the pool's size is given"),
+    (
+        "weights",
+        "every parameter in --dtype, cut over the mesh as the loader cuts it; what does not divide is whole everywhere",
+    ),
+    ("kept for steps", "the engine's bound for decode state and temporaries: grows with --max-num-batched-tokens and slots"),
+    (
+        "kept for KV on its way",
+        "pieces that are published or have arrived, --transfer-buffer-bytes each; with --host-kv-bytes copies out and back",
+    ),
+    ("KV pool", "what is left, in pages; KV heads fewer than devices are stored several times"),
+    (
+        "at best",
+        "each weight and each row's KV read once, over the device's peak rates; nothing is faster, real steps are slower",
+    ),
+    (
+        "expected",
+        "what steps of bfloat16 models took on such devices: rates that were reached, and time for each layer and step",
+    ),
+    ("links", "two all-reduces a layer around a ring; added, since nothing hides them"),
+)
 
 
 def render(report: Report, *, explain: bool) -> str:
@@ -18,7 +40,7 @@ def render(report: Report, *, explain: bool) -> str:
     for engine in report.engines:
         lines += ["", *_engine(engine, report)]
         if explain:
-            lines += ["", *explanations(engine, report.source)]
+            lines += ["", *_explanations(engine, report.source)]
     lines += ["", *(f"PROBLEM  {problem}" for problem in report.problems)]
     return "\n".join([*lines, f"verdict  {_verdict(report)}"]) + "\n"
 
@@ -142,6 +164,28 @@ def _times(times: Sequence[StepTime]) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def _explanations(engine: EngineReport, source: str) -> Iterator[str]:
+    """Lines for one engine; `source`: who says what its device is."""
+    yield f"the runtime's limit: what the runtime lets a program use of a device ({source})"
+    yield from (f"{name}: {text}" for name, text in _RULE)
+    for step in engine.steps:
+        state = max(0, step.donated_bytes - step.cache_bytes)
+        yield (
+            f"{step.name} ({step.shape}): code {step.code_bytes / MIB:.1f} MiB, state {state / MIB:.1f} MiB, "
+            f"padding {step.padding_bytes / MIB:.1f} MiB, "
+            f"{step.aliased_bytes / MIB:.1f} of {step.donated_bytes / MIB:.1f} MiB donated stay in place, "
+            f"kernels: {', '.join(f'{count} {name}' for name, count in step.program.kernels.items()) or 'plain XLA'}"
+        )
+        if step.error is not None:
+            yield f"    refused: {step.error}"
+        for each in step.program.collectives:
+            when = ", only in some steps" if each.optional else ""
+            yield f"    {each.count} {each.kind} of up to {each.largest_bytes / MIB:.2f} MiB{when}"
+        for copy in step.program.copies:
+            when = ", only in some steps" if copy.optional else ""
+            yield f"    copy of a {copy.of}: {copy.shape}, {copy.num_bytes / MIB:.1f} MiB ({copy.instruction}){when}"
 
 
 def _kv(tokens: int, max_model_len: int) -> str:

@@ -17,8 +17,8 @@ from gpu_kit.roofline import seconds_each
 from gpu_kit.setting import Setting
 from gpu_kit.shapes import TOPOLOGIES, whole_shape
 from jdisagg.aot.abstract import ModelForm
+from jdisagg.aot.accelerators import parse_topology
 from jdisagg.aot.roofline import Roofline, Workload
-from jdisagg.aot.topology import parse_topology
 from jdisagg.core.config import LayerLoop, ModelConfig
 from jdisagg.engine import state as slots
 from jdisagg.engine.batches import PrefillBatch

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from jdisagg.aot.abstract import ModelForm
-from jdisagg.aot.accelerators import GIB, read_accelerators
+from jdisagg.aot.accelerators import GIB, parse_topology, read_accelerators
 from jdisagg.aot.budget import make_budget
 from jdisagg.aot.planned import PlannedEngine, planned_engines
 from jdisagg.aot.remedies import remedies
-from jdisagg.aot.topology import parse_topology
 from jdisagg.core.config import CacheConfig, Config, DeviceConfig, LayerLoop, LocalConfig, ModelConfig, SchedulerConfig
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.requests import Role

@@ -10,7 +10,7 @@ import pytest
 
 from jdisagg.aot import roofline
 from jdisagg.aot.abstract import AbstractEngine, ModelForm
-from jdisagg.aot.accelerators import read_accelerators
+from jdisagg.aot.accelerators import parse_topology, read_accelerators
 from jdisagg.aot.check import Question, check
 from jdisagg.aot.command import Effort
 from jdisagg.aot.compiled import compile_step
@@ -18,7 +18,6 @@ from jdisagg.aot.planned import planned_mesh
 from jdisagg.aot.report import Report
 from jdisagg.aot.roofline import Roofline, Workload
 from jdisagg.aot.table import render
-from jdisagg.aot.topology import parse_topology
 from jdisagg.core.config import CacheConfig, Config, LayerLoop, LocalConfig, ModelConfig, Numerics, SchedulerConfig
 from jdisagg.core.requests import Role
 from jdisagg.engine.build import make_runner

@@ -2,9 +2,8 @@
 
 import pytest
 
-from jdisagg.aot.accelerators import read_accelerators
+from jdisagg.aot.accelerators import parse_topology, read_accelerators
 from jdisagg.aot.gates import TOPOLOGIES, cases
-from jdisagg.aot.topology import parse_topology
 
 KINDS = [f"{kind.name}:{kind.smallest}" for kind in read_accelerators().values()]
 

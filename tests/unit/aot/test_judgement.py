@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jdisagg.aot.compiled import CompiledStep
-from jdisagg.aot.judgement import needed_by
+from jdisagg.aot.report import needed_by
 
 
 def step(name: str, code: int, temp: int = 0, state: int = 0, fresh: int = 0) -> CompiledStep:

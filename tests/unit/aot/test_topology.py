@@ -3,8 +3,7 @@
 import pytest
 
 from jdisagg.aot import compilers
-from jdisagg.aot.accelerators import GIB, read_accelerators
-from jdisagg.aot.topology import parse_topology
+from jdisagg.aot.accelerators import GIB, parse_topology, read_accelerators
 from jdisagg.core.errors import ConfigError
 
 
