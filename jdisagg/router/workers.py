@@ -21,7 +21,7 @@ from jdisagg.api.tasks import cancel_and_wait, start_in, until_set
 from jdisagg.api.worker.client import CLOSED, SILENT, WorkerLink
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
-from jdisagg.core.fleet import Key, Member, Report, Standing
+from jdisagg.core.fleet import Key, Member, Report
 from jdisagg.core.metrics import FleetMetrics
 from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.router.entrance import Entrance
@@ -39,7 +39,7 @@ AFTER_BUG_S = 1.0  # what failed in this process fails again: the log says so on
 
 
 class Workers:
-    """`api.fleet.service.Registry`, and the way to the workers registered there."""
+    """Who is registered, and the way to them."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Workers:
         self._due_s = monotonic() + config.heartbeat_s  # when this process means to look again
         start_in(self._tasks, self._sweep_forever())
 
-    # --- Registry
+    # --- the workers' side
 
     def register(self, member: Member) -> None:
         """A worker is there, or there again. Raises AddressTaken while another process of its address is alive, Unfit for one
@@ -100,22 +100,9 @@ class Workers:
             self._hear_whether_ready(address)
         return known
 
-    def prefill_for(self, address: str) -> tuple[str, ...] | None:
-        """Prefill workers for the decode worker there, least busy first; None for other workers."""
-        return self.fleet.prefill_for(address)
-
-    def why_unreached(self, address: str) -> str:
-        """Why no Run stream to the worker there can be opened, once that was tried in vain for a while; else ""."""
-        entry = self.fleet.at(address)
-        return "" if entry is None else entry.reach.why_not
-
     def members(self) -> list[Member]:
         """Everybody alive."""
         return self.fleet.members()
-
-    def standings(self) -> list[tuple[Member, Standing]]:
-        """Everybody alive, and what is made of it."""
-        return self.fleet.standings(monotonic())
 
     # --- the router's side
 

@@ -13,7 +13,6 @@ from time import monotonic
 
 from jdisagg.api.admin import AdminService
 from jdisagg.api.channels import Credentials, bind, make_server
-from jdisagg.api.fleet.service import FleetService
 from jdisagg.api.generation.grammar_gate import GrammarGate
 from jdisagg.api.generation.service import GenerationServicer
 from jdisagg.api.grpc_health import HealthReporter
@@ -30,6 +29,7 @@ from jdisagg.models.resolve import eos_token_ids, resolve_model
 from jdisagg.router.entrance import Entrance
 from jdisagg.router.fleet_engine import FleetEngine
 from jdisagg.router.recovery import ReplayConfig
+from jdisagg.router.service import FleetService
 from jdisagg.serve.accepting import end_when_nobody_accepts
 from jdisagg.serve.grammars import grammars_of
 from jdisagg.serve.lateness import observe_lateness

@@ -6,7 +6,6 @@ import asyncio
 from typing import Any
 
 from jdisagg.api.fleet.client import FleetClient
-from jdisagg.api.fleet.service import FleetService
 from jdisagg.api.worker.service import WorkerService
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import RequestError
@@ -16,6 +15,7 @@ from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenanc
 from jdisagg.roles.ports import OutputSink
 from jdisagg.router.fleet_engine import FleetEngine
 from jdisagg.router.recovery import ReplayConfig
+from jdisagg.router.service import FleetService
 from jdisagg.v1 import fleet_pb2_grpc, worker_pb2_grpc
 from tests.unit.wire.rig import FAST, member, start_server
 

@@ -16,7 +16,6 @@ from jdisagg.api import channels
 from jdisagg.api.admin import AdminService
 from jdisagg.api.channels import INSECURE, Credentials
 from jdisagg.api.fleet.client import FleetClient
-from jdisagg.api.fleet.service import FleetService
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.service import GenerationServicer
 from jdisagg.api.generation.token_engine import Health
@@ -30,6 +29,7 @@ from jdisagg.core.fleet import Load, Report
 from jdisagg.core.metrics import Metrics
 from jdisagg.handoff.messages import Accepted, Agreed, HandoffId, Open, StreamEnded
 from jdisagg.router.fleet_engine import FleetEngine
+from jdisagg.router.service import FleetService
 from jdisagg.text.tokenizer import Tokenizer
 from jdisagg.v1 import (
     admin_pb2,
@@ -255,7 +255,8 @@ def test_a_fleet_that_shares_the_key_works_and_a_stranger_to_it_is_told_why(
 
 def test_a_worker_whose_router_changes_its_key_says_so_each_time(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    fleet: Any = SimpleNamespace(register=lambda member: None, heartbeat=lambda *told: True, prefill_for=lambda address: None)
+    fleet = SimpleNamespace(prefill_for=lambda address: None, at=lambda address: None)
+    workers: Any = SimpleNamespace(register=lambda member: None, heartbeat=lambda *told: True, fleet=fleet)
 
     def told(what: str) -> int:
         return sum(what in record.message for record in caplog.records)
@@ -264,7 +265,7 @@ def test_a_worker_whose_router_changes_its_key_says_so_each_time(caplog: pytest.
         port, registration = 0, None
         for turn, key in enumerate((KEY, None, KEY, None)):
             server = channels.make_server(Credentials(api_key=key))
-            fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetService(fleet, CALM), server)
+            fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetService(workers, CALM), server)
             address = channels.bind(server, port=port)
             port = int(address.rpartition(":")[2])
             await server.start()

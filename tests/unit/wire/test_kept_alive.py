@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from jdisagg.api.fleet.client import FleetClient
-from jdisagg.api.fleet.service import FleetService
 from jdisagg.api.peer.link import PeerLink
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.fleet import Load, Member, Report
 from jdisagg.handoff.identity import Identity
+from jdisagg.router.service import FleetService
 from jdisagg.v1 import fleet_pb2_grpc
 from tests.unit.wire.peers import Decode, Prefill
 from tests.unit.wire.rig import FAST, identity, member, run_quiet, start_server, until
@@ -20,9 +21,10 @@ MEMBER = member()
 
 
 class Members:
-    """A router's registry that counts."""
+    """Workers of a router that count."""
 
     def __init__(self) -> None:
+        self.fleet = SimpleNamespace(prefill_for=lambda address: ("p:1",), at=lambda address: None)
         self.registered = 0
         self.beats = 0
 
@@ -32,12 +34,6 @@ class Members:
     def heartbeat(self, address: str, epoch: str, report: Report) -> bool:
         self.beats += 1
         return True
-
-    def prefill_for(self, address: str) -> tuple[str, ...] | None:
-        return ("p:1",)
-
-    def why_unreached(self, address: str) -> str:
-        return ""
 
     def members(self) -> list[Member]:
         return []

@@ -10,13 +10,14 @@ import grpc.aio
 import pytest
 
 from jdisagg.api import channels
-from jdisagg.api.fleet import client, elsewhere, service
+from jdisagg.api.fleet import client, elsewhere
 from jdisagg.api.fleet.client import NO_ROUTER
 from jdisagg.api.fleet.codec import decode_member, encode_member
 from jdisagg.api.fleet.elsewhere import nobody_reaches
 from jdisagg.core.host_names import Address
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Role
+from jdisagg.router import service
 from jdisagg.router.entrance import Entrance
 from jdisagg.v1 import fleet_pb2, fleet_pb2_grpc
 from tests.unit.router.fakes import FakeWorker, Router
@@ -193,7 +194,7 @@ def test_a_worker_that_nobody_reaches_does_not_register_and_both_logs_say_why(
         await asyncio.sleep(0.6)  # it tries again
         assert router.engine.workers.members() == []
         said = [(record.name, record.getMessage()) for record in caplog.records if "--advertise-host" in record.getMessage()]
-        assert [name for name, _ in said] == ["jdisagg.api.fleet.service", "jdisagg.api.fleet.client"]
+        assert [name for name, _ in said] == ["jdisagg.router.service", "jdisagg.api.fleet.client"]
         assert said[0][1].startswith(f"prefill worker: it is on another host (203.0.113.7) and registered as {worker.address}")
         assert said[1][1].startswith(f"router {router.address} does not take this worker: it is on another host (203.0.113.7)")
         await worker.die()

@@ -13,9 +13,9 @@ import pytest
 
 from jdisagg.api.fleet.client import FleetClient
 from jdisagg.api.fleet.router_names import routers_at
-from jdisagg.api.fleet.service import FleetService
 from jdisagg.core.fleet import Load, Report
 from jdisagg.core.host_names import Address
+from jdisagg.router.service import FleetService
 from jdisagg.v1 import fleet_pb2_grpc
 from tests.unit.wire.rig import FAST, run_quiet, start_server, until
 from tests.unit.wire.test_kept_alive import MEMBER, Members
