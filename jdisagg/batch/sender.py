@@ -9,11 +9,10 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from math import inf
 from time import monotonic
-from typing import Any
 
 import httpx
 
-from jdisagg.batch import strict_json
+from jdisagg.batch.answers import SHOWN_BYTES, read_answer, retry_after_s, shown
 from jdisagg.batch.lines import Call
 from jdisagg.batch.tries import Absence, Answer, BadAnswer, NotNow, Tries
 from jdisagg.batch.turns import Turns
@@ -33,7 +32,6 @@ LOOK_S = 0.25  # between two looks at whether this process stood still (Ctrl-Z, 
 TAKEN_S = 20.0  # who is under way for longer was taken: a router refuses within 5 s without workers, 10 s where all are full
 MUCH = 0.1  # of the time that a request took: so much in which this process stood still is why it is late
 SILENT_S, TOLD_EVERY_S = 1.0, 30.0  # a wait is told of when it has lasted that long, whichever request's it is; and so often
-_SHOWN_BYTES = 200  # of an answer that is quoted in a message
 
 
 class Sender:
@@ -43,6 +41,7 @@ class Sender:
         """`patience_s`: how long a server may be unreachable or refuse before the batch stops, or lose a request."""
         self._client = client
         self._patience_s = patience_s
+        self._taken_s = min(TAKEN_S, patience_s / 2)
         self._served_s = float("-inf")  # when the latest request that was answered had been sent
         self._answered_s = float("-inf")  # when the latest answer came
         self._losing_s: float | None = None  # since when requests are lost, and none is answered, ..
@@ -62,7 +61,7 @@ class Sender:
         with self._looked_at():
             answer = await self._insist(f"line {call.number}", request)
         if answer[0] == UNAUTHENTICATED:
-            raise _refused_key(str(answer[1])[:_SHOWN_BYTES])
+            raise _refused_key(str(answer[1])[:SHOWN_BYTES])
         return answer
 
     async def get(self, path: str) -> Answer:
@@ -112,7 +111,8 @@ class Sender:
         """Before a request that was lost is asked again. Returns the answer to keep when it was lost for long enough, or others
         were, and nobody served; raises Unavailable where that is so of many."""
         now_s = self._now_s()
-        self._losing_s = now_s if self._losing_s is None else self._losing_s
+        if self._losing_s is None or self._turns.longest_s() > self._taken_s:  # one is being computed
+            self._losing_s = now_s
         serves_nobody = now_s - self._losing_s >= self._patience_s
         pause_s = None if serves_nobody else tries.rest_s(outcome, self._patience_s)
         if pause_s is None:
@@ -124,7 +124,8 @@ class Sender:
                 )
             return outcome.answer
         if pause_s >= SILENT_S:
-            self._tell("%s: %s; asked again in %.0f s", what, outcome.why, pause_s)
+            how = "once more, beside nothing else," if tries.is_quarantined else "again"
+            self._tell("%s: %s; asked %s in %.0f s", what, outcome.why, how, pause_s)
         await asyncio.sleep(pause_s)
         return None
 
@@ -133,11 +134,11 @@ class Sender:
         to serve others and then nobody for the patience; raises Unavailable where it served nobody."""
         since_s, now_s = max(absence.since_s, self._answered_s), self._now_s()
         if outcome.answer is not None:  # one that is there and busy with others will come to this one, too
-            longest_s, taken_s = self._turns.longest_s(), min(TAKEN_S, self._patience_s / 2)
-            if longest_s > taken_s:
+            longest_s = self._turns.longest_s()
+            if longest_s > self._taken_s:
                 since_s = now_s
             elif longest_s > 0:  # whether they are refused, too, is known by then
-                since_s += taken_s
+                since_s += self._taken_s
             if absence.since_s < self._served_s and now_s - since_s > self._patience_s:
                 return outcome.answer
         await self._pause(absence.pause_s(outcome.retry_after_s), since_s, what, outcome.why)
@@ -192,7 +193,7 @@ class Sender:
             return NotNow(_told(error), taken, isinstance(error, httpx.ReadTimeout), stood_still)
         except httpx.DecodingError as error:
             raise BadAnswer(f"the server's answer cannot be unpacked: {error}") from error
-        why = f"HTTP {response.status_code}: {_shown(response.content)}"
+        why = f"HTTP {response.status_code}: {shown(response.content)}"
         if response.status_code in RETRIED:
             lost = response.status_code == LOST
             quarantined = lost and response.headers.get("x-should-retry") == "false"
@@ -200,12 +201,12 @@ class Sender:
                 why,
                 lost=lost,
                 quarantined=quarantined,
-                retry_after_s=_retry_after_s(response),
-                answer=_read_answer(response),
+                retry_after_s=retry_after_s(response),
+                answer=read_answer(response),
             )
         if response.status_code == LATE and self._stood_still(request, sent_s, awake_s):
-            return NotNow(why, taken=True, timed_out=True, stood_still=True, answer=_read_answer(response))
-        return _read_answer(response)
+            return NotNow(why, taken=True, timed_out=True, stood_still=True, answer=read_answer(response))
+        return read_answer(response)
 
     def _stood_still(self, request: httpx.Request, since_s: float, awake_s: float) -> bool:
         """Whether this process did for much of the time since then, `awake_s` by the sender's clock, or for so long that the
@@ -222,7 +223,7 @@ class Sender:
         except (httpx.TransportError, httpx.DecodingError) as error:
             return _told(error)
         if response.status_code == UNAUTHENTICATED:
-            raise _refused_key(_shown(response.content))
+            raise _refused_key(shown(response.content))
         return "" if response.is_success else f"/v1/models answered HTTP {response.status_code}"
 
 
@@ -265,35 +266,3 @@ def _refused_key(said: str) -> Unavailable:
 
 def _told(error: httpx.HTTPError) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(": ")
-
-
-def _retry_after_s(response: httpx.Response) -> float:
-    """0 where it does not say, or names a date."""
-    value = response.headers.get("retry-after", "")
-    return float(value) if value.isascii() and value.isdecimal() else 0.0
-
-
-def _read_answer(response: httpx.Response) -> Answer:
-    """Raises BadAnswer for a success that cannot be kept."""
-    try:
-        return response.status_code, _read_object(response.content)
-    except BadAnswer as error:
-        if response.is_success:
-            raise
-        return response.status_code, {"error": {"message": error.message, "type": error.kind}}
-
-
-def _read_object(content: bytes) -> dict[str, Any]:
-    try:
-        body = strict_json.decode(content)
-    except ValueError as error:
-        raise BadAnswer(f"the server answered no JSON object: {error}: {_shown(content)}") from error
-    if not isinstance(body, dict):
-        raise BadAnswer(f"the server answered no JSON object: {_shown(content)}")
-    if flaw := strict_json.flaw(body):
-        raise BadAnswer(f"the server's answer cannot be kept as JSON: {flaw}")
-    return body
-
-
-def _shown(content: bytes) -> str:
-    return content[:_SHOWN_BYTES].decode(errors="replace") or "(nothing)"

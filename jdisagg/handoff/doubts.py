@@ -16,7 +16,7 @@ from jdisagg.handoff.ladder import is_final, is_unfit
 from jdisagg.handoff.line import IncomingPiece
 from jdisagg.handoff.messages import PrefillToDecode
 from jdisagg.handoff.recovery import Recovery
-from jdisagg.handoff.refetch import OUT_OF_TIME, UNREACHABLE, go_on_over
+from jdisagg.handoff.refetch import OUT_OF_TIME, UNREACHABLE, go_on_over, want_again
 
 
 class Doubts:
@@ -62,8 +62,10 @@ class Doubts:
         stream.line.end(piece)
         if not doubted.no_kv:
             return []
+        if backend in stream.broken:  # P had announced it before it knew that
+            return want_again(stream, piece, reason)
         is_useless = reason in (UNREACHABLE, "connection") or (reason == "stalled" and stream.line.is_dead(backend))
-        if is_useless and backend not in stream.broken and (other := stream.backend_beside(backend)) is not None:
+        if is_useless and (other := stream.backend_beside(backend)) is not None:
             return [*go_on_over(other, record, stream, piece, reason), *stream.grant()]
         return [stream.fetch(piece, record.request.deadline_s, now_s)] if reason in OUT_OF_TIME else []
 

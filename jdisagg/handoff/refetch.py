@@ -41,6 +41,17 @@ def try_again(
     return [*actions, *record.grant(), stream.want(ready, reason)]
 
 
+def want_again(stream: InboundStream, piece: IncomingPiece, reason: str) -> list[DecodeAction]:
+    """A piece is to come under a new key, over what P publishes over now; nothing where it was wanted too often."""
+    ready = piece.ready
+    span = (ready.group, ready.begin, ready.end)
+    if stream.refetches.get(span, 0) >= MAX_REFETCHES:
+        return []
+    stream.refetches[span] = stream.refetches.get(span, 0) + 1
+    stream.give_up(ready.key)
+    return [*stream.grant(), stream.want(ready, reason)]
+
+
 def go_on_over(other: str, record: Inbound, stream: InboundStream, piece: IncomingPiece, reason: str) -> list[DecodeAction]:
     """All that is missing is to come over the backend `other`, after a piece that did not."""
     failed = piece.ready.backend

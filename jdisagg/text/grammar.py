@@ -134,14 +134,19 @@ class Grammars:
         self._there = WeakValueDictionary[Grammar, Compiled]()
         self._kept: dict[Grammar, Compiled] = {}
         self._renewing: set[Grammar] = set()
+        self._compiling: dict[Grammar, asyncio.Task[Compiled]] = {}  # ahead
 
     async def ahead(self, grammar: Grammar) -> Compiled:
         """While this is held, `matcher` takes no time for it. Raises as `compile` does, Overloaded while too much is held,
-        Unavailable where no thread is left, and RequestError when something else is in the way, which is logged."""
+        Unavailable where no thread is left, and RequestError when something else is in the way, which is logged. From one event
+        loop: who wants the same one at once waits for the same thread."""
         if (held := self._find(grammar)) is not None:
             return held
+        if (compiling := self._compiling.get(grammar)) is None:
+            compiling = self._compiling[grammar] = asyncio.ensure_future(asyncio.to_thread(self._compile_by_name, grammar))
+            compiling.add_done_callback(partial(self._compiled, grammar))
         try:
-            held = await asyncio.to_thread(self._compile_by_name, grammar)
+            held = await asyncio.shield(compiling)
         except RuntimeError as error:
             raise Unavailable(f"grammar ({grammar.kind.value}): no thread is left to compile it: {error}") from error
         with self._lock:
@@ -149,6 +154,11 @@ class Grammars:
                 self._kept.pop(grammar, None)
                 raise Overloaded("the grammars of the requests under way are too long in all; send the request again")
         return held
+
+    def _compiled(self, grammar: Grammar, compiling: asyncio.Task[Compiled]) -> None:
+        del self._compiling[grammar]
+        if not compiling.cancelled():
+            compiling.exception()  # who waited may have gone, and asyncio logs what nobody was told
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """At the grammar's beginning. Raises as `compile` does."""

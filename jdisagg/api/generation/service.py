@@ -86,7 +86,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def GetModel(
         self, request: generation_pb2.GetModelRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.GetModelResponse | None:
-        """The served model; NOT_FOUND for another name, UNAVAILABLE at a router that no worker has registered with."""
+        """The served model; NOT_FOUND for another name, UNAVAILABLE at a router that no decode worker has registered with."""
         try:
             card = self._edge.card
             check_model(request.model, card)

@@ -40,7 +40,7 @@ class TokenEngine(Protocol):
         ...
 
     async def first_card(self, deadline_s: float) -> ModelCard:
-        """`card`, for a request; at a router that no worker has registered with, waits for one, and not beyond the (monotonic)
+        """`card`, for a request; at a router without a decode worker so far, waits for one, and not beyond the (monotonic)
         deadline. Raises Unavailable when none came."""
         ...
 

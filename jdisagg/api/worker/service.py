@@ -33,12 +33,15 @@ from jdisagg.api.worker.output_backlog import OutputBacklog
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import RequestError
 from jdisagg.core.fleet import Load
+from jdisagg.core.latest import remember
 from jdisagg.core.requests import EngineRequest, FinishReason, Output
 from jdisagg.roles.ports import OutputSink
 from jdisagg.text.grammar import Compiled, Grammars
 from jdisagg.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
+
+MOST_PROMPTS = 4  # of several choices, that are known while those choices come
 
 
 class WorkerEngine(Protocol):
@@ -144,7 +147,7 @@ class _RunStream:
         self._grammars = grammars
         # by request id and attempt; its grammar is held, or being compiled, and the engine does not know the request yet
         self._live: dict[tuple[str, int], Compiled | asyncio.Task[None] | None] = {}
-        self._last: EngineRequest | None = None  # to have come, if it is a choice of several
+        self._prompts: dict[str, tuple[int, ...]] = {}  # of the latest choices to have come, by fork group
         self._outputs = OutputBacklog()
         self._encoded = InOrder(encode_output, self._append)
         self._heartbeat_due = True
@@ -206,12 +209,12 @@ class _RunStream:
 
     def _with_shared_prompt(self, request: EngineRequest) -> EngineRequest:
         """The choices of one prompt come one behind the other, each with a copy of it: one is kept."""
-        last, self._last = self._last, request if request.fork_group else None
-        if self._last is None or last is None or last.fork_group != request.fork_group:
+        if not request.fork_group:
             return request
-        if last.prompt_token_ids == request.prompt_token_ids:
-            self._last = replace(request, prompt_token_ids=last.prompt_token_ids)
-        return self._last
+        if (known := self._prompts.get(request.fork_group)) == request.prompt_token_ids:
+            request = replace(request, prompt_token_ids=known)
+        remember(self._prompts, request.fork_group, request.prompt_token_ids, MOST_PROMPTS)
+        return request
 
     def _hand_on(self, request: EngineRequest) -> None:
         """To the engine, which is not to wait until its grammar is compiled."""

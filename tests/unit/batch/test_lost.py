@@ -72,6 +72,10 @@ def test_a_server_that_loses_everybody_s_requests_stops_the_batch_and_each_run_g
     assert PATIENCE_S <= server.ended_s < 2 * PATIENCE_S
 
 
+def test_one_that_is_lost_while_another_is_computed_has_its_own_patience() -> None:
+    assert ask(Server(0.0, a=[(0, LOST), (3.0, FINE)], b=[(1.0, LOST), (0, FINE)]), "a", "b") == [DONE, DONE]
+
+
 def test_as_many_that_are_lost_while_others_are_served_stop_nothing() -> None:
     names = [f"a{number}" for number in range(2 * MOST_LOST)]
     served = {f"b{number}": [(0.1 * number, FINE)] for number in range(60)}

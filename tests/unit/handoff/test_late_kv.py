@@ -54,11 +54,11 @@ def test_what_comes_after_all_ends_the_hedge() -> None:
     assert only(act.KVComplete, done).request_id == "r"
 
 
-def queued() -> DecodeSide:
+def queued(backends: tuple[str, ...] = ("fake",)) -> DecodeSide:
     """As `computed`, credit for two pieces more is used up, none came, and q has put the prompt into its queue."""
     side = decode_side(replace(CONFIG, transfer_buffer_bytes=100))
     side.start(request(22), 0, ("p", "q"), 0.0)
-    for message in (Agreed(backends=("fake",)), Accepted(cached_tokens=0), Started()):
+    for message in (Agreed(backends=backends), Accepted(cached_tokens=0), Started()):
         side.on_message(H, message, 0.0)
     side.on_reserved("r", 0.0)
     for key, begin in (("a", 0), ("b", 4)):
@@ -137,6 +137,19 @@ def test_a_backend_that_brings_nothing_while_the_hedge_waits_is_left_as_it_would
     assert only(act.Recovered, changed).cause.endswith(f"over fake: {reasons[-1]}; going on over spare")
     wants = [action.message for action in changed if isinstance(action, act.Send) and isinstance(action.message, Want)]
     assert [(want.begin, want.backend) for want in wants] == [(0, "spare"), (4, "spare"), (8, "spare")]
+
+
+def test_a_piece_that_was_on_its_way_over_the_backend_that_was_left_is_wanted_over_the_other_one() -> None:
+    side = queued(backends=("fake", "spare"))
+    changed = side.on_failed(H, "a", "connection", 3.1)
+    assert only(act.Recovered, changed).rung == "other_backend"
+    side.on_message(H, ready("c", 8, 12), 3.2)  # published before P heard of the change
+    for number in range(3):
+        late = side.on_failed(H, "c" * (number + 1), "stalled", 3.3)
+        wants = [action.message for action in late if isinstance(action, act.Send) and isinstance(action.message, Want)]
+        assert [(want.begin, want.end) for want in wants] == ([(8, 12)] if number < 2 else []), "not for ever"
+        assert none_of(act.Fetch, late)
+        side.on_message(H, ready("c" * (number + 2), 8, 12), 3.4)
 
 
 def test_where_there_is_no_other_backend_a_shut_port_leaves_the_request_to_the_hedge() -> None:

@@ -68,7 +68,9 @@ def test_a_request_that_comes_before_any_worker_waits_for_one() -> None:
 
 @pytest.mark.parametrize("why", ["nobody comes", "its deadline", "the router drains"])
 def test_a_request_that_comes_before_any_worker_does_not_wait_for_ever(why: str) -> None:
-    told = "the router is draining" if why == "the router drains" else "no worker has registered with this router yet"
+    told = (
+        "the router is draining" if why == "the router drains" else "no worker that decodes has registered with this router yet"
+    )
 
     async def body() -> None:
         router = await Router(ReplayConfig(place_wait_s=0.2 if why == "nobody comes" else 60.0)).start()

@@ -333,3 +333,26 @@ def test_the_table_of_those_held_is_read_by_one_thread_at_a_time(monkeypatch: py
     grammars.matcher(regex("a"))
     assert len(read) >= 2
     assert all(read)
+
+
+def test_many_who_want_one_grammar_at_once_have_it_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, compiled = demo_grammars(), list[str]()
+    compile_ = grammars._compile
+
+    def counted(grammar: Grammar) -> llguidance.LLMatcher:
+        compiled.append(grammar.text)
+        return compile_(grammar)
+
+    monkeypatch.setattr(grammars, "_compile", counted)
+
+    async def body() -> None:
+        first, *others = (asyncio.create_task(grammars.ahead(regex("a+"))) for _ in range(50))
+        await asyncio.sleep(0)
+        first.cancel()
+        assert len(set(await asyncio.gather(*others))) == 1
+        failed = await asyncio.gather(*(grammars.ahead(regex("(")) for _ in range(9)), return_exceptions=True)
+        assert {type(error) for error in failed} == {InvalidRequest}
+        assert not grammars._compiling
+
+    asyncio.run(body())
+    assert compiled == ["a+", "("]
