@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jdisagg.core.config import Numerics
+from jdisagg.core.config import LEAST_MODEL_LEN, Numerics
 from jdisagg.engine.bits import compute_bits
 from jdisagg.engine.compiles import CompileCounter
 from jdisagg.engine.runner import ModelRunner
@@ -46,8 +46,8 @@ def test_what_rounds_elsewhere_shows(bits: str, changes: dict[str, Any]) -> None
     assert other.partition("-")[0] == bits.partition("-")[0]
 
 
-def test_a_pool_of_one_token_is_no_reason_not_to_start() -> None:
-    runner = make(numerics=Numerics.EXACT, page_size=1, num_pages=2, max_model_len=None)
+def test_a_pool_shorter_than_the_probe_is_no_reason_not_to_start() -> None:
+    runner = make(numerics=Numerics.EXACT, page_size=1, num_pages=LEAST_MODEL_LEN + 1, max_model_len=None)
     assert compute_bits(runner).startswith("a1-")
 
 
