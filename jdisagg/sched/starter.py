@@ -81,7 +81,9 @@ class Starter:
             if self._is_closed_by(passed):
                 new_may_go = False
                 continue
-            if ready is not None and not _goes_before(first, ready, passed):
+            # one that fetches needs no slot: behind it `local` may be the one whose turn is before that of `ready`
+            second = local if first is remote and local is not None else first
+            if ready is not None and not _goes_before(second, ready, passed):
                 ready_may_go = self._start_ready(draft, ready)
                 continue
             if first is None or (remote is None and not can_compute):

@@ -89,6 +89,26 @@ def test_a_prompt_takes_no_memory_before_an_earlier_one_whose_peer_has_begun() -
     assert reserved.request_id == "long"
 
 
+@pytest.mark.parametrize(("tokens", "next_one"), [(14, "local"), (22, "ready")])
+def test_one_whose_kv_is_in_place_takes_no_slot_before_an_earlier_prompt_behind_one_that_fetches(
+    tokens: int, next_one: str
+) -> None:
+    """The one that fetches needs no slot. Only where it gets no memory, so that the prompt would pass it, does `ready` go."""
+    engine = FakeEngine(Role.DECODE, max_num_seqs=1, num_pages=7, reserved_decode_tokens=0, caching=False, delay=0)
+    engine.add(request("runs", tuple(range(1, 10)), 3))
+    engine.tick()
+    engine.add(request("fetches", tuple(range(1, 1 + tokens)), 2), remote=True)
+    engine.add(request("local", (7,), 2))
+    engine.add(request("ready", PROMPT[:3], 2), remote=True)
+    engine.tick()
+    (reserved,) = engine.scheduler.take_reserved()
+    assert reserved.request_id == "ready"
+    arrive(engine, reserved, PROMPT[:3])
+    while engine.seen["runs"].last.finish is None:
+        assert not engine.tick().admit
+    assert [admit.request_id for admit in engine.tick().admit] == [next_one]
+
+
 def test_a_prompt_takes_no_memory_before_an_earlier_choice_that_lacks_a_page() -> None:
     """All wait for the last slot: a choice whose sibling has its prompt, a prompt to be computed, one whose KV has arrived."""
     prompt = tuple(range(1, 11))
