@@ -20,28 +20,26 @@ from tests.unit.sched.engine_fake import expected, request
 pytestmark = pytest.mark.usefixtures("no_sleep", "no_listening")
 
 
-def test_cut_stream_is_recovered_by_another_peer() -> None:
+def served_though_cut(max_tokens: int, *, after_ticks: int) -> World:
+    """A request whose first stream is cut, and which another prefill worker serves."""
     world = World(local_prefill=False)
-    world.submit(request("a", PROMPT, 6))
-    for _ in range(3):
+    world.submit(request("a", PROMPT, max_tokens))
+    for _ in range(after_ticks):
         world.tick()
     for handoff in list(world.wire.open_streams):
         world.wire.cut(handoff, "dead")
     world.settle()
-    assert world.tokens("a") == expected(PROMPT, 6)
+    assert world.tokens("a") == expected(PROMPT, max_tokens)
+    return world
+
+
+def test_cut_stream_is_recovered_by_another_peer() -> None:
+    world = served_though_cut(6, after_ticks=3)
     assert world.decode.metrics.fleet.recoveries.labels(rung="other_prefill")._value.get() == 1
 
 
 def test_one_that_ends_with_its_first_token_says_what_it_took_too() -> None:
-    world = World(local_prefill=False)
-    world.submit(request("a", PROMPT, 1))
-    for _ in range(2):
-        world.tick()
-    for handoff in list(world.wire.open_streams):
-        world.wire.cut(handoff, "dead")
-    world.settle()
-    assert world.tokens("a") == expected(PROMPT, 1)
-    told = world.outputs["a"][-1].provenance
+    told = served_though_cut(1, after_ticks=2).outputs["a"][-1].provenance
     assert told is not None
     assert told.recoveries == ("other_prefill",)
 
