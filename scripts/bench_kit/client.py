@@ -45,6 +45,12 @@ class TimedStream:
         """First to second token: with disaggregation, what is left of the transfer and a decode step."""
         return self.token_s[1] - self.token_s[0]
 
+    def longest_wait_s(self, since_s: float) -> float:
+        """For a token that came after `since_s`: from the one before it, or from the question."""
+        begin_s = max([self.sent_s, *(time_s for time_s in self.token_s if time_s <= since_s)])
+        later = [time_s for time_s in self.token_s if time_s > since_s]
+        return max((b - a for a, b in itertools.pairwise([begin_s, *later])), default=0.0)
+
 
 class Client:
     """One connection to one worker; any number of threads may use it. Close it."""

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from chaos_kit.catalogue import LOWEST_TOKEN, VOCAB, Entry
-from chaos_kit.outcome import flaw_of
+from chaos_kit.choice import Choice
 
 LIMIT_S = 60.0  # of one answer; later is a hang
 _KINDS: tuple[dict[str, Any], ...] = (
@@ -30,16 +30,6 @@ MAX_MODEL_LEN = 640  # for the longest of both
 
 
 @dataclass
-class Choice:
-    """What came of one choice."""
-
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
-    logprobs: list[Any] = field(default_factory=list)  # of the tokens, and of the alternatives to each
-    finish: str | None = None
-
-
-@dataclass
 class Answer:
     """`error`: None when it ended well. `named`: the server said what is wrong; else it hung or was cut off."""
 
@@ -50,16 +40,11 @@ class Answer:
     seconds: float = 0.0
 
     def became(self, wanted: Answer) -> str:
-        """`exact`, the name of its error behind nothing but right tokens, or what is wrong: wrong, lost, duplicated, in
-        capitals."""
+        """`exact`, the name of its error behind nothing but what is right, or the name of a flaw, in capitals."""
         for number in wanted.choices.keys() | self.choices.keys():
             mine, right = self.choices.get(number, Choice()), wanted.choices.get(number, Choice())
-            flaw = flaw_of(mine.tokens, right.tokens, whole=self.error is None)
-            if flaw is not None:
+            if flaw := mine.flaw_beside(right, whole=self.error is None):
                 return flaw.name
-            beginning = right.logprobs[: len(mine.logprobs)]
-            if mine.logprobs != beginning or (self.error is None and mine != right):
-                return "WRONG"
         return self.error or "exact"
 
     def beside(self, wanted: Answer) -> str:

@@ -24,6 +24,7 @@ class Entry:
     n: int = 1
     sampling: dict[str, Any] = field(default_factory=dict)
     grammar: tuple[GrammarKind, str] | None = None
+    stop: tuple[str, ...] = ()
 
     @property
     def plain(self) -> bool:
@@ -54,8 +55,9 @@ class Entry:
 
 
 def make_catalogue(count: int) -> list[Entry]:
-    """Prompts from one token to nearly the most, some with shared beginnings; greedy, sampled, penalties, n of 1 to 4."""
-    rng = random.Random(11)
+    """Prompts from one token to nearly the most, some with shared beginnings; greedy, sampled, penalties, stop strings, log
+    probabilities, n of 1 to 4."""
+    rng, rng_of_stops = random.Random(11), random.Random(12)
 
     def tokens(number: int) -> tuple[int, ...]:
         return tuple(rng.randrange(LOWEST_TOKEN, VOCAB) for _ in range(number))
@@ -81,7 +83,8 @@ def make_catalogue(count: int) -> list[Entry]:
         grammar = None
         if not is_plain and rng.random() < GRAMMAR_SHARE:
             grammar, sampling["ignore_eos"] = rng.choice(_GRAMMARS), False
-        entries.append(Entry(prompt=prompt, n=n, sampling=sampling, grammar=grammar))
+        stop = rng_of_stops.choice(_STOPS) if not is_plain and grammar is None else ()
+        entries.append(Entry(prompt=prompt, n=n, sampling=sampling, grammar=grammar, stop=stop))
     return entries
 
 
@@ -102,8 +105,9 @@ _KIND_NUMBERS = {
 _KIND_FIELDS = {GrammarKind.REGEX: "regex", GrammarKind.JSON_SCHEMA: "json"}
 _KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7},
-    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 1.0, "top_p": 0.9, "logprobs": 0},
     {"temperature": 1.0, "top_k": 20, "presence_penalty": 0.5},
-    {"temperature": 1.2, "min_p": 0.05, "repetition_penalty": 1.2},
+    {"temperature": 1.2, "min_p": 0.05, "repetition_penalty": 1.2, "logprobs": 2},
     {"temperature": 0.0, "repetition_penalty": 1.1},
 )
+_STOPS = ((), (), ("self", "\n\n"), ("return ",))

@@ -6,8 +6,9 @@ others and subject sent -> state seen in /debug/state -> blow -> hold undone -> 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from time import monotonic
 from typing import Any
 
@@ -17,6 +18,7 @@ from chaos_kit.leaks import at_rest
 from chaos_kit.stages import SCENES, Stage
 from chaos_kit.stream import LOST, Stream
 
+LOST_WITH_ROUTER = "lost with its router"
 TRIES = 5  # to be in time for a state
 FELT = {(Stage.DECODING, Victim.DECODE), (Stage.D_MEMORY, Victim.PREFILL)}  # a blow that nobody notices came too late
 Answers = Mapping[tuple[int, ...], list[int]]  # by prompt
@@ -46,7 +48,7 @@ class Cell:
     seen: str = ""  # just before the blow
     struck: str = ""
     ending: Ending = Ending()
-    others: str = ""
+    others: dict[str, int] = field(default_factory=dict)  # how many of the other streams became what
     again: str = ""  # what the other router answered to the same question, where the first was killed
     leaks: tuple[str, ...] = ()
     at_rest_s: float = 0.0  # after the last stream ended
@@ -55,9 +57,9 @@ class Cell:
     def ok(self) -> bool:
         """As it must be: exact, or lost with the router that was killed; the state was reached; nothing leaks."""
         router_killed = self.victim == Victim.ROUTER.value and self.blow == Blow.KILL.value
-        fine = {"exact", "lost with its router"} if router_killed else {"exact"}
-        told = self.ending.became in fine and (self.again in ("exact", "")) and not self.leaks
-        return told and self.reached and "WRONG" not in self.others
+        fine = {"exact", LOST_WITH_ROUTER} if router_killed else {"exact"}
+        told = {self.ending.became, *self.others} <= fine and self.again in ("exact", "")
+        return told and self.reached and not self.leaks
 
     def as_json(self) -> dict[str, Any]:
         """Everything, on one level."""
@@ -100,10 +102,10 @@ class CellRunner:
         leaks = await at_rest([member for member in self._fleet.members if member.up and not member.frozen])
         at_rest_s = monotonic() - began_s
         router_killed = cell.blow == Blow.KILL.value and cell.victim == Victim.ROUTER.value
-        became = subject.became(self._answers[subject.entry.prompt])
-        if became == LOST and router_killed:
-            became = "lost with its router"
-        fates = [other.became(self._answers[other.entry.prompt]) for other in act.others]
+        became, *fates = (
+            LOST_WITH_ROUTER if fate == LOST and router_killed else fate
+            for fate in (stream.became(self._answers[stream.entry.prompt]) for stream in (subject, *act.others))
+        )
         been_at = (subject.provenance.prefill_worker, subject.provenance.decode_worker) if subject.provenance else ()
         return replace(
             cell,
@@ -116,7 +118,7 @@ class CellRunner:
                 delivered_before=sum(time_s <= act.struck_s for time_s in subject.times_s),
                 went_on=f"{' > '.join(map(self._name, been_at))} {'+'.join(subject.recoveries)}".strip(),
             ),
-            others=", ".join(f"{fates.count(fate)} {fate}" for fate in sorted(set(fates))),
+            others=dict(Counter(sorted(fates))),
             again=await self._ask_again(subject) if router_killed else "",
             leaks=tuple(leaks),
             at_rest_s=at_rest_s,

@@ -14,13 +14,18 @@ import httpx
 
 from chaos_kit.catalogue import Entry
 from chaos_kit.member import Member
+from chaos_kit.choice import Choice
 from chaos_kit.outcome import Fate, Outcome
 from jdisagg.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1))
 HANG_GRACE_S = 5.0  # behind the deadline
 RESEND_PAUSE_S = 0.05
-_FINISH = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
+_FINISH = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_ABORT: "abort",
+}
 _TRANSPORT = "TRANSPORT"  # the connection failed, as opposed to an answer that says so
 
 
@@ -46,18 +51,19 @@ class Clients:
                 await self._until_answered(outcome, entry, began_s + deadline_s)
         except TimeoutError:
             outcome.hung, outcome.error = True, "HANG"
-        outcome.seconds = monotonic() - began_s
+        now_s = monotonic()
+        outcome.seconds, outcome.silent_s = now_s - began_s, now_s - (outcome.last_s or began_s)
 
     async def _until_answered(self, outcome: Outcome, entry: Entry, end_s: float) -> None:
         while True:
             router = self._pick(outcome.visit.number + outcome.times_sent)
-            incarnation, before = router.incarnation, outcome.tokens
+            incarnation, before = router.incarnation, outcome.choices
             outcome.send()
             left_s = end_s - monotonic()
             attempt = self._over_http if outcome.visit.over_http else self._over_grpc
             await attempt(router, outcome, entry, max(0.0, left_s))
             outcome.changed |= outcome.well and any(
-                outcome.tokens.get(choice, [])[: len(tokens)] != tokens for choice, tokens in before.items()
+                outcome.choices[index].tokens[: len(part.tokens)] != part.tokens for index, part in before.items()
             )
             router_died = router.incarnation != incarnation or not router.up
             if outcome.error != _TRANSPORT or outcome.went_away or not router_died or monotonic() >= end_s:
@@ -90,6 +96,7 @@ class Clients:
             token_ids=generation_pb2.TokenIds(ids=entry.prompt),
             sampling=entry.over_grpc,
             n=entry.n,
+            stop=entry.stop,
             priority=visit.priority,
             cache_salt=visit.cache_salt,
         )
@@ -124,7 +131,7 @@ class Clients:
 
     async def _over_http(self, router: Member, outcome: Outcome, entry: Entry, left_s: float) -> None:
         visit = outcome.visit
-        body = {**entry.over_http, "prompt": entry.prompt, "n": entry.n, "priority": visit.priority}
+        body = {**entry.over_http, "prompt": entry.prompt, "n": entry.n, "stop": entry.stop, "priority": visit.priority}
         body |= {"stream": visit.stream, "return_token_ids": True, "cache_salt": visit.cache_salt}
         leaves = visit.fate is not Fate.STAYS
         url = f"http://{router.http}/v1/completions"
@@ -142,20 +149,23 @@ class Clients:
             outcome.error = None if leaves else "DEADLINE_EXCEEDED"
         except httpx.HTTPError as error:
             outcome.error, outcome.detail = _TRANSPORT, f"{type(error).__name__}: {error}"
-        if outcome.error is None and not outcome.went_away and len(outcome.finish) != entry.n:
-            outcome.error, outcome.detail = _TRANSPORT, f"{len(outcome.finish)} of {entry.n} choices have ended"
+        ended = [choice for choice in outcome.choices.values() if choice.finish]
+        if outcome.error is None and not outcome.went_away and len(ended) != entry.n:
+            outcome.error, outcome.detail = _TRANSPORT, f"{len(ended)} of {entry.n} choices have ended"
 
 
 async def _read(call: Any, outcome: Outcome) -> None:
     async for response in call:
         if response.HasField("complete"):
-            outcome.complete = {choice.index: list(choice.token_ids) for choice in response.complete.choices}
-            continue
-        delta = response.delta
-        if delta.token_ids:
-            outcome.take(delta.index, delta.token_ids)
-        if delta.finish:
-            outcome.finish[delta.index] = _FINISH.get(delta.finish, str(delta.finish))
+            outcome.complete = {part.index: _choice(part) for part in response.complete.choices}
+        else:
+            delta, new = response.delta, _choice(response.delta)
+            new.logprobs = [score.logprob for score in delta.logprobs]
+            outcome.take(delta.index, new)
+
+
+def _choice(part: generation_pb2.Delta | generation_pb2.Choice) -> Choice:
+    return Choice(list(part.token_ids), part.text, finish=_FINISH.get(part.finish, str(part.finish)) if part.finish else None)
 
 
 async def _read_events(response: httpx.Response, outcome: Outcome) -> None:
@@ -167,11 +177,9 @@ async def _read_events(response: httpx.Response, outcome: Outcome) -> None:
 def _take(message: dict[str, Any], outcome: Outcome) -> None:
     if "error" in message:
         _take_error(message, outcome)
-    for choice in message.get("choices", ()):
-        if choice["token_ids"]:
-            outcome.take(choice["index"], choice["token_ids"])
-        if choice["finish_reason"]:
-            outcome.finish[choice["index"]] = choice["finish_reason"]
+    for part in message.get("choices", ()):
+        scores = (part.get("logprobs") or {}).get("token_logprobs", [])
+        outcome.take(part["index"], Choice(part["token_ids"] or [], part["text"], scores, part["finish_reason"]))
 
 
 def _take_error(message: dict[str, Any], outcome: Outcome) -> None:

@@ -20,7 +20,7 @@ def cell_line(cell: Cell) -> str:
         f"{'ok ' if cell.ok else 'BAD'} {cell.blow} of {cell.victim} ({cell.struck or '-'}), {cell.stage}: {_short(cell)}",
         f"KV from > ended on: {cell.ending.went_on or '-'}",
         f"seen '{cell.seen}' at try {cell.tries}",
-        f"others {cell.others or '-'}",
+        f"others {', '.join(f'{count} {fate}' for fate, count in cell.others.items()) or '-'}",
         f"left: {', '.join(cell.leaks) or 'nothing'} after {cell.at_rest_s:.1f} s",
     ]
     parts += [f"asked again: {cell.again}"] if cell.again else []

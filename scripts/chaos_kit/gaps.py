@@ -167,7 +167,8 @@ class GapDrill:
 
     def _note(self, figures: Figures, streams: list[Stream], role: str, struck_s: float) -> None:
         figures.strikes += 1
-        figures.missed += not any(one.recoveries for one in streams)
+        hit = any(one.recoveries for one in streams)
+        figures.missed += not hit
         for one in streams:
             became = one.became(self._answers[one.entry.prompt])
             figures.became[became] = figures.became.get(became, 0) + 1
@@ -176,7 +177,7 @@ class GapDrill:
             if one.recoveries:
                 figures.gaps_s.append(one.gap_s(struck_s))
         for one in streams[: len(LOADS[role].long)]:
-            if not one.recoveries:
+            if hit and not one.recoveries:
                 figures.bystanders_s += one.waits_s(struck_s)
 
     async def _prefill(self, lengths: list[int]) -> list[float]:
@@ -191,8 +192,11 @@ class GapDrill:
 
     @property
     def is_fine(self) -> bool:
-        """Every stream was exact and nothing was left; times aside."""
-        return all(set(figures.became) <= {"exact"} and not figures.leaks for figures in self.figures.values())
+        """Every kind hit a stream, every stream was exact and nothing was left; times aside."""
+        return all(
+            set(figures.became) <= {"exact"} and not figures.leaks and figures.missed < figures.strikes
+            for figures in self.figures.values()
+        )
 
     def as_json(self) -> list[dict[str, Any]]:
         """One row per kind of trouble."""

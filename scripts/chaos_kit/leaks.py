@@ -32,6 +32,7 @@ COUNTERS = (
     "jdisagg_transfer_bytes_total",
     "jdisagg_retractions",
     "jdisagg_host_kv_tokens",
+    "jdisagg_compiles_after_ready_total",
 )
 
 
@@ -112,12 +113,25 @@ class Watch:
         """Processes whose memory climbs in the later two thirds of their life."""
         found = []
         for (name, incarnation), samples in self.rss.items():
-            later = samples[len(samples) // 3 :]
+            later = _later(samples)
             if len(later) >= RSS_MIN_SAMPLES and (growth := _fitted_growth(later)) > RSS_SLACK_BYTES:
                 found.append(
                     f"{name}-{incarnation}: RSS grew by {growth / 2**20:.0f} MiB in {later[-1][0] - later[0][0]:.0f} s"
                 )
         return found
+
+    def lives(self) -> dict[str, tuple[int, int]]:
+        """By role: processes there were, and those of them that lived long enough to be judged by `growing`."""
+        found: dict[str, tuple[int, int]] = {}
+        for (name, _), samples in self.rss.items():
+            count, judged = found.get(name[0], (0, 0))
+            found[name[0]] = count + 1, judged + (len(_later(samples)) >= RSS_MIN_SAMPLES)
+        return found
+
+
+def _later(samples: Sequence[tuple[float, int]]) -> Sequence[tuple[float, int]]:
+    """Without those of a process that still warms up."""
+    return samples[len(samples) // 3 :]
 
 
 def _fitted_growth(samples: Sequence[tuple[float, int]]) -> float:

@@ -1,15 +1,16 @@
-"""What became of one request, and what its tokens say when they are laid beside the right ones."""
+"""What became of one request, and what that says when it is laid beside what should have."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from time import monotonic
 
 from chaos_kit.catalogue import Entry
+from chaos_kit.choice import Choice, Flaw
 
-Tokens = dict[int, list[int]]  # by choice
+Choices = Mapping[int, Choice]
 
 
 class Fate(Enum):
@@ -19,14 +20,6 @@ class Fate(Enum):
     CANCELS = "client_cancel"  # the call is cancelled
     ABORTS = "client_abort"  # another call ends it
     LEAVES = "client_disconnect"  # its connection is closed
-
-
-class Flaw(Enum):
-    """What is wrong with a stream of tokens."""
-
-    WRONG = "wrong"
-    LOST = "lost"
-    DUPLICATED = "duplicated"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +41,8 @@ class Outcome:
     """`error` = its name, None when it ended well; `detail` what came with it."""
 
     visit: Visit
-    tokens: Tokens = field(default_factory=dict)
-    finish: dict[int, str] = field(default_factory=dict)
-    complete: Tokens | None = None  # the closing message's tokens, over gRPC
+    choices: dict[int, Choice] = field(default_factory=dict)
+    complete: Choices | None = None  # as the closing message has them, over gRPC; it has no log probabilities
     error: str | None = None
     detail: str = ""
     went_away: bool = False
@@ -58,19 +50,26 @@ class Outcome:
     changed: bool = False  # what was sent again differs from what had come before
     times_sent: int = 0
     seconds: float = 0.0
+    silent_s: float = 0.0  # of these, since the last token
     largest_gap_s: float = 0.0  # between two arrivals of tokens
     last_s: float | None = None  # of those arrivals
 
     def send(self) -> None:
         """The visit is sent, once more perhaps: what came before does not count."""
-        self.tokens, self.finish, self.error, self.complete = {}, {}, None, None
+        self.choices, self.error, self.complete = {}, None, None
         self.largest_gap_s, self.last_s = 0.0, None
         self.times_sent += 1
 
-    def take(self, choice: int, token_ids: Sequence[int]) -> None:
-        """Tokens arrive, now."""
+    def take(self, index: int, new: Choice) -> None:
+        """More of a choice arrives, now."""
+        choice = self.choices.setdefault(index, Choice())
+        choice.text += new.text
+        choice.finish = new.finish or choice.finish
+        if not new.tokens:
+            return
         now_s = monotonic()
-        self.tokens.setdefault(choice, []).extend(token_ids)
+        choice.tokens += new.tokens
+        choice.logprobs += new.logprobs
         self.largest_gap_s = max(self.largest_gap_s, now_s - (self.last_s or now_s))
         self.last_s = now_s
 
@@ -79,40 +78,31 @@ class Outcome:
         """Ended as it should."""
         return self.error is None and not self.went_away and not self.hung
 
+    @property
+    def is_stuck(self) -> bool:
+        """Nothing more came, and its deadline had to end it."""
+        return self.hung or (self.error == "DEADLINE_EXCEEDED" and self.silent_s > self.seconds / 2)
 
-def flaw_of(got: list[int], wanted: list[int], *, whole: bool) -> Flaw | None:
-    """How `got` differs from `wanted`, or from a beginning of it unless it should be the `whole`."""
-    same = next((i for i, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b), min(len(got), len(wanted)))
-    rest = got[same:]
-    if not rest:
-        return Flaw.LOST if whole and len(got) < len(wanted) else None
-    window = rest[:8]
-    if any(wanted[at : at + len(window)] == window for at in range(same + 1, len(wanted))) and len(window) > 1:
-        return Flaw.LOST
-    if any(wanted[at : at + len(window)] == window for at in range(same)):
-        return Flaw.DUPLICATED
-    return Flaw.DUPLICATED if len(got) > len(wanted) and same == len(wanted) else Flaw.WRONG
+    @property
+    def was_aborted(self) -> bool:
+        """By another call, and somebody heard that."""
+        return any(choice.finish == "abort" for choice in self.choices.values())
 
 
-def flaws_in(outcome: Outcome, entry: Entry, wanted: Tokens, *, exact: bool) -> list[Flaw]:
-    """All that is wrong with an outcome. In `fast` numerics a continuation may differ; counts and sent tokens may not."""
+def flaws_in(outcome: Outcome, entry: Entry, wanted: Choices, *, exact: bool) -> list[Flaw]:
+    """All that is wrong with an outcome. In `fast` numerics a continuation may differ; counts and what was sent may not."""
     flaws = [Flaw.WRONG] if exact and outcome.changed else []
-    for choice in range(entry.n):
-        got = outcome.tokens.get(choice, [])
-        if exact:
-            flaw = flaw_of(got, wanted[choice], whole=outcome.well)
-        else:
-            flaw = _miscounted(outcome, choice, entry)
-        if flaw is None and outcome.complete is not None and outcome.complete.get(choice, []) != got:
-            flaw = Flaw.WRONG
+    for index in range(entry.n):
+        got = outcome.choices.get(index, Choice())
+        got = replace(got, finish=None) if outcome.went_away else got
+        flaw = got.flaw_beside(wanted[index], whole=outcome.well) if exact else _miscounted(outcome.well, got, entry)
+        if flaw is None and outcome.complete is not None:
+            flaw = replace(got, logprobs=[]).flaw_beside(outcome.complete.get(index, Choice()), whole=outcome.well)
         flaws += [flaw] if flaw is not None else []
     return flaws
 
 
-def _miscounted(outcome: Outcome, choice: int, entry: Entry) -> Flaw | None:
-    count = len(outcome.tokens.get(choice, []))
-    if count > entry.max_tokens:
+def _miscounted(well: bool, got: Choice, entry: Entry) -> Flaw | None:
+    if len(got.tokens) > entry.max_tokens:
         return Flaw.DUPLICATED
-    if outcome.well and outcome.finish.get(choice) == "length" and count < entry.max_tokens:
-        return Flaw.LOST
-    return None
+    return Flaw.LOST if well and got.finish == "length" and len(got.tokens) < entry.max_tokens else None

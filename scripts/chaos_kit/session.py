@@ -17,7 +17,7 @@ from chaos_kit.client import Clients
 from chaos_kit.fleet import Fleet, FleetPlan
 from chaos_kit.kinds import BY_CLIENTS, IN_ROUTERS, IN_WORKERS, SCRIPTED, drill_text
 from chaos_kit.leaks import Baseline, Watch, at_rest
-from chaos_kit.outcome import Fate, Outcome, Tokens, Visit
+from chaos_kit.outcome import Choices, Fate, Outcome, Visit
 from chaos_kit.reference import transformers_disagree, unified_answers
 from chaos_kit.striker import Striker
 from chaos_kit.tally import Tally
@@ -58,7 +58,7 @@ class Session:
         self.fleet = Fleet(options.plan, directory, self._http)
         self._clients = Clients(self.fleet.pick, self._http)
         self._catalogue = make_catalogue(options.catalogue_size)
-        self._answers: list[Tokens] = []
+        self._answers: list[Choices] = []
         self._deadlines_s: list[float] = []
         self._baseline: Baseline | None = None
         self._exact = options.plan.numerics == Numerics.EXACT.value
@@ -68,7 +68,7 @@ class Session:
         plan = self.options.plan
         began_s = monotonic()
         self._answers = await unified_answers(plan, self._catalogue, self._directory, self._http)
-        tokens = {token for answer in self._answers for choice in answer.values() for token in choice}
+        tokens = {token for answer in self._answers for choice in answer.values() for token in choice.tokens}
         self._say(
             f"{len(self._answers)} answers by unified, {len(tokens)} different tokens, after {monotonic() - began_s:.0f} s"
         )
@@ -157,6 +157,7 @@ class Session:
             await asyncio.gather(*beside, return_exceptions=True)
         verdict.problems = list(striker.problems)
         verdict.leaks = await self._leaks(watch)
+        verdict.lives = watch.lives()
         verdict.seconds = monotonic() - began_s
         verdict.strikes = striker.strikes
         verdict.deaths = [f"{name}, exit status {status}: {tail}" for name, status, tail in self.fleet.ended[deaths_before:]]
@@ -164,6 +165,7 @@ class Session:
         verdict.recoveries = watch.total("jdisagg_recoveries_total")
         verdict.transfer_failures = watch.total("jdisagg_transfer_failures_total")
         verdict.forwarded_bytes = self._forwarded_bytes() - forwarded_before
+        verdict.compiles = watch.total("jdisagg_compiles_after_ready_total")
         verdict.retractions = int(sum(watch.total("jdisagg_retractions").values()))
         verdict.host_tokens = watch.total("jdisagg_host_kv_tokens")
         verdict.verified_bytes = sum(watch.total("jdisagg_transfer_bytes_total").values())
@@ -187,7 +189,11 @@ class Session:
         for kind in sorted(drilled):
             found[kind] = (drilled[kind], drilled[kind])
         for kind in BY_CLIENTS:
-            mine = [not outcome.tokens for outcome in outcomes if outcome.went_away and outcome.visit.fate.value == kind]
+            mine = [
+                not any(choice.tokens for choice in outcome.choices.values())
+                for outcome in outcomes
+                if outcome.went_away and outcome.visit.fate.value == kind
+            ]
             found[kind] = (len(mine), sum(mine))
         return found
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from bench_kit.figures import percentile
 
 from chaos_kit.catalogue import Entry
-from chaos_kit.outcome import Outcome, Tokens, flaws_in
+from chaos_kit.outcome import Choices, Fate, Outcome, flaws_in
 
 NUM_GAPS = 10
 NUM_EXAMPLES = 20
 LEAST_SUCCESS = 0.995  # of what clients did not give up
+LEAST_ABORTED = 0.5  # of Aborts: others meet a stream that ends just then, or whose router dies
 
 
 @dataclass(kw_only=True)
@@ -30,30 +31,34 @@ class Tally:
     examples: list[str] = field(default_factory=list)
     flaws: Counter[str] = field(default_factory=Counter)
     hung: int = 0
+    told_to_end: int = 0  # Aborts whose stream still ran
+    aborted: int = 0  # of these streams, those that ended by it
     latencies_s: list[float] = field(default_factory=list)
     gaps: list[tuple[float, str]] = field(default_factory=list)  # (s between two tokens, request), the longest ones
 
-    def take(self, outcomes: Sequence[Outcome], catalogue: Sequence[Entry], answers: Sequence[Tokens]) -> None:
+    def take(self, outcomes: Sequence[Outcome], catalogue: Sequence[Entry], answers: Sequence[Choices]) -> None:
         """Judge what clients got."""
         for outcome in outcomes:
             entry, wanted = catalogue[outcome.visit.entry], answers[outcome.visit.entry]
             flaws = flaws_in(outcome, entry, wanted, exact=self.exact)
             self.flaws.update(flaw.value for flaw in flaws)
             self.requests += 1
-            self.hung += outcome.hung
+            self.hung += outcome.is_stuck
             self.sent_again += outcome.times_sent - 1
             if outcome.went_away:
                 self.away += 1
+                self.told_to_end += outcome.visit.fate is Fate.ABORTS
+                self.aborted += outcome.was_aborted
             elif outcome.error is None:
                 self.well += 1
-                self.diverged += outcome.tokens != wanted
+                self.diverged += outcome.choices != wanted
                 self.latencies_s.append(outcome.seconds)
                 self.gaps.append((outcome.largest_gap_s, _name(outcome)))
             else:
                 self.failures[outcome.error] += 1
                 self._example(outcome, f"{outcome.error}: {outcome.detail}")
             if flaws:
-                got = {choice: outcome.tokens.get(choice) for choice in wanted}
+                got = {index: outcome.choices.get(index) for index in wanted}
                 self._example(outcome, f"{[flaw.value for flaw in flaws]}: got {got}, wanted {wanted}")
         self.gaps = sorted(self.gaps, reverse=True)[:NUM_GAPS]
 
@@ -82,6 +87,8 @@ class Tally:
     def complaints(self) -> list[str]:
         """Everything about the clients' streams that makes this run a failure."""
         found = [f"{count} {flaw} streams" for flaw, count in self.flaws.items()]
+        if self.aborted < LEAST_ABORTED * self.told_to_end:
+            found.append(f"{self.aborted} of {self.told_to_end} streams that were aborted ended by that")
         return found + ([f"{self.hung} hung"] if self.hung else [])
 
 

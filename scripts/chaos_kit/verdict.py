@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from chaos_kit.outcome import Flaw
+from chaos_kit.choice import Flaw
 from chaos_kit.striker import Strike
 from chaos_kit.tally import LEAST_SUCCESS, Tally
 
@@ -22,6 +22,10 @@ class Verdict:
     faults: dict[str, tuple[int, int]] = field(default_factory=dict)  # kind -> (fired, hit a live transfer)
     recoveries: dict[str, float] = field(default_factory=dict)
     transfer_failures: dict[str, float] = field(default_factory=dict)
+    compiles: dict[str, float] = field(default_factory=dict)  # by processes that had said READY
+    lives: dict[str, tuple[int, int]] = field(
+        default_factory=dict
+    )  # of processes, by role: all, and those whose memory was judged
     retractions: int = 0
     host_tokens: dict[str, float] = field(default_factory=dict)  # of what was retracted: KV to host memory and back
     forwarded_bytes: int = 0  # from P to D, as the forwarders saw them: what was sent again or spoilt included
@@ -37,6 +41,7 @@ class Verdict:
         found += [f"leak: {leak}" for leak in self.leaks]
         found += [f"died by itself: {death}" for death in self.deaths]
         found += [f"traceback in a log: {line}" for line in self.tracebacks]
+        found += [f"compiled after READY: {count:g} {name}" for name, count in self.compiles.items()]
         found += self.problems
         if not tally.enough:
             found.append(f"{tally.success:.2%} ended well, wanted {LEAST_SUCCESS:.1%}: {dict(tally.failures)}")
@@ -81,6 +86,9 @@ class Verdict:
         )
         moved = f"{self.forwarded_bytes / 1e6:.1f} MB left P, {self.verified_bytes / 1e6:.1f} MB of KV verified at D"
         lines.append(f"  bytes: {moved}")
+        lines.append(f"  aborts that ended their stream: {tally.aborted} of {tally.told_to_end}")
+        judged = ", ".join(f"{role} {num_judged} of {count}" for role, (count, num_judged) in sorted(self.lives.items()))
+        lines.append(f"  lives long enough to see memory grow: {judged or 'none'}")
         lines += [f"  e.g. {example}" for example in tally.examples[:8]]
         complaints = self.complaints()
         lines.append("  RED:" if complaints else "  GREEN: nothing wrong, lost, duplicated, hung, leaked or dead, no traceback")

@@ -83,13 +83,14 @@ def _struck(setting: Setting, prefill: Server, decode: Server, answers: Answers 
         before = threads.submit(ask, decode.client, asked[:half], half, begun.count)
         begun.reached.wait(setting.clock.left_s())
         os.kill(prefill.pid, signal.SIGSTOP)
+        struck_s = time.monotonic()
         known = decode.handoffs()
         after = threads.submit(ask, decode.client, asked[half:], len(asked) - half)
         _wait_for_another(setting, decode, known)
         os.kill(prefill.pid, signal.SIGKILL)
         found = [*before.result(), *after.result()]
     counted = decode.counters()
-    gap_s = max(max((b - a for a, b in zip(s.token_s, s.token_s[1:], strict=False)), default=0.0) for s in found)
+    gap_s = max(stream.longest_wait_s(struck_s) for stream in found)
     findings.fact(streams_under_way=len(found), recoveries=int(counted["jdisagg_recoveries_total"]), longest_gap_ms=1e3 * gap_s)
     findings.check("the death of P was felt", counted["jdisagg_recoveries_total"] > 0)
     if answers is not None:

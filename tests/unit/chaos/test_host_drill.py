@@ -7,7 +7,8 @@ from typing import Any
 
 import drills
 import pytest
-from chaos_kit.answer import Answer, Choice
+from chaos_kit.answer import Answer
+from chaos_kit.choice import Choice
 from chaos_kit.drill_report import cut_table
 from chaos_kit.host_drill import Outcome
 from chaos_kit.network import NoNetwork, way_in

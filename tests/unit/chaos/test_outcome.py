@@ -1,8 +1,12 @@
 """The fault harness tells a wrong token from a lost and a repeated one."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from chaos_kit.catalogue import Entry
-from chaos_kit.outcome import Fate, Flaw, Outcome, Visit, flaw_of, flaws_in
+from chaos_kit.choice import Choice, Flaw, flaw_of
+from chaos_kit.outcome import Fate, Outcome, Visit, flaws_in
 
 RIGHT = [5, 7, 9, 11, 13, 15]
 ENTRY = Entry(prompt=(1,), sampling={"temperature": 0.0, "max_tokens": 6})
@@ -12,7 +16,11 @@ def outcome(tokens: list[int], **fields) -> Outcome:
     visit = Visit(
         number=0, entry=0, fate=Fate.STAYS, after_s=0.0, over_http=False, stream=True, priority=0, cache_salt=""
     )  # fmt: skip
-    return Outcome(visit=visit, tokens={0: tokens}, finish={0: "length"}, **fields)
+    return Outcome(visit=visit, choices={0: said(tokens)}, **fields)
+
+
+def said(tokens: list[int], **fields: Any) -> Choice:
+    return Choice(**{"tokens": tokens, "text": "abc", "finish": "length"} | fields)
 
 
 @pytest.mark.parametrize(
@@ -35,15 +43,47 @@ def test_a_flaw_is_named(got: list[int], whole: bool, flaw: Flaw | None) -> None
 
 
 def test_a_stream_that_says_otherwise_at_its_end_is_wrong() -> None:
-    assert flaws_in(outcome(RIGHT, complete={0: RIGHT}), ENTRY, {0: RIGHT}, exact=True) == []
-    assert flaws_in(outcome(RIGHT, complete={0: [*RIGHT, 1]}), ENTRY, {0: RIGHT}, exact=True) == [Flaw.WRONG]
-    assert flaws_in(outcome(RIGHT, changed=True), ENTRY, {0: RIGHT}, exact=True) == [Flaw.WRONG]
+    right = {0: said(RIGHT)}
+    assert flaws_in(outcome(RIGHT, complete=right), ENTRY, right, exact=True) == []
+    assert flaws_in(outcome(RIGHT, complete={0: said([*RIGHT, 1])}), ENTRY, right, exact=True) == [Flaw.LOST]
+    assert flaws_in(outcome(RIGHT, complete={0: said(RIGHT, text="abd")}), ENTRY, right, exact=True) == [Flaw.MISTOLD]
+    assert flaws_in(outcome(RIGHT, changed=True), ENTRY, right, exact=True) == [Flaw.WRONG]
 
 
-def test_in_fast_numerics_only_counts_and_sent_tokens_are_judged() -> None:
-    other = [5, 7, 8, 8, 8, 8]
-    assert flaws_in(outcome(other, complete={0: other}), ENTRY, {0: RIGHT}, exact=False) == []
-    assert flaws_in(outcome(other, complete={0: RIGHT}), ENTRY, {0: RIGHT}, exact=False) == [Flaw.WRONG]
-    assert flaws_in(outcome(other[:5]), ENTRY, {0: RIGHT}, exact=False) == [Flaw.LOST]
-    assert flaws_in(outcome([*other, 8]), ENTRY, {0: RIGHT}, exact=False) == [Flaw.DUPLICATED]
-    assert flaws_in(outcome(other[:2], error="UNAVAILABLE"), ENTRY, {0: RIGHT}, exact=False) == []
+@pytest.mark.parametrize(
+    ("got", "while_it_lasts", "at_its_end"),
+    [
+        ({}, None, None),
+        ({"text": "ab", "finish": None}, None, Flaw.MISTOLD),
+        ({"text": "ab"}, None, Flaw.MISTOLD),
+        ({"text": "abd"}, Flaw.MISTOLD, Flaw.MISTOLD),
+        ({"finish": "stop"}, Flaw.MISTOLD, Flaw.MISTOLD),
+        ({"finish": None}, None, Flaw.MISTOLD),
+        ({"logprobs": [-1.0]}, None, Flaw.MISTOLD),
+        ({"logprobs": [-1.0, -2.5]}, Flaw.MISTOLD, Flaw.MISTOLD),
+    ],
+)
+def test_right_tokens_with_something_else_beside_them_are_a_flaw(
+    got: dict[str, Any], while_it_lasts: Flaw | None, at_its_end: Flaw | None
+) -> None:
+    right = said(RIGHT, logprobs=[-1.0, -2.0])
+    mine = replace(right, **got)
+    assert mine.flaw_beside(right, whole=False) is while_it_lasts
+    assert mine.flaw_beside(right, whole=True) is at_its_end
+
+
+def test_in_fast_numerics_only_counts_and_what_was_sent_are_judged() -> None:
+    other, right = [5, 7, 8, 8, 8, 8], {0: said(RIGHT)}
+    assert flaws_in(outcome(other, complete={0: said(other)}), ENTRY, right, exact=False) == []
+    assert flaws_in(outcome(other, complete=right), ENTRY, right, exact=False) == [Flaw.WRONG]
+    assert flaws_in(outcome(other[:5]), ENTRY, right, exact=False) == [Flaw.LOST]
+    assert flaws_in(outcome([*other, 8]), ENTRY, right, exact=False) == [Flaw.DUPLICATED]
+    assert flaws_in(outcome(other[:2], error="UNAVAILABLE"), ENTRY, right, exact=False) == []
+
+
+def test_what_arrives_in_parts_is_put_together() -> None:
+    one = outcome([])
+    one.send()
+    for part in (said([5], text="a", finish=None), said([], text="b", finish=None), said([7], logprobs=[-1.0])):
+        one.take(0, part)
+    assert one.choices == {0: Choice([5, 7], "ababc", [-1.0], "length")}

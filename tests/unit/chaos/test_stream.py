@@ -52,7 +52,7 @@ def test_percentile_is_by_rank() -> None:
 
 
 def cell(victim: str = "D", blow: str = "kill -9", **fields: Any) -> Cell:
-    known: dict[str, Any] = {"reached": True, "others": "2 exact"}
+    known: dict[str, Any] = {"reached": True, "others": {"exact": 2}}
     ending = Ending(became=fields.pop("became", "exact"))
     return Cell(stage="decoding", victim=victim, blow=blow, held_by="", ending=ending, **(known | fields))
 
@@ -61,6 +61,7 @@ def test_only_the_streams_of_a_killed_router_may_be_lost() -> None:
     lost = {"became": "lost with its router", "again": "exact"}
     assert cell().ok
     assert cell("router", **lost).ok
+    assert cell("router", **lost, others={"lost with its router": 2}).ok
     assert not cell("router", "SIGSTOP", **lost).ok
     assert not cell("D", **lost).ok
     assert not cell("router", **(lost | {"again": "UNAVAILABLE"})).ok
@@ -68,7 +69,15 @@ def test_only_the_streams_of_a_killed_router_may_be_lost() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"reached": False}, {"became": "WRONG"}, {"became": "ABORTED"}, {"leaks": ("P1: leases = 1",)}, {"others": "1 WRONG"}],
+    [
+        {"reached": False},
+        {"became": "WRONG"},
+        {"became": "ABORTED"},
+        {"leaks": ("P1: leases = 1",)},
+        {"others": {"exact": 1, "WRONG": 1}},
+        {"others": {"exact": 1, "DEADLINE_EXCEEDED": 1}},
+        {"others": {"lost with its router": 1}},
+    ],
 )
 def test_a_cell_that_was_missed_or_wrong_or_leaked_is_not_ok(fields: dict[str, Any]) -> None:
     assert not cell(**fields).ok
@@ -76,7 +85,7 @@ def test_a_cell_that_was_missed_or_wrong_or_leaked_is_not_ok(fields: dict[str, A
 
 def test_a_cell_is_told_on_one_level() -> None:
     told = cell(became="ABORTED").as_json()
-    assert (told["stage"], told["became"], told["others"], told["ok"]) == ("decoding", "ABORTED", "2 exact", False)
+    assert (told["stage"], told["became"], told["others"], told["ok"]) == ("decoding", "ABORTED", {"exact": 2}, False)
     assert "ending" not in told
 
 

@@ -1,17 +1,18 @@
 """What makes a run a failure."""
 
 from chaos_kit.catalogue import Entry
+from chaos_kit.choice import Choice
 from chaos_kit.outcome import Fate, Outcome, Visit
 from chaos_kit.tally import Tally
 from chaos_kit.verdict import Verdict
 
 ENTRY = Entry(prompt=(1,), sampling={"temperature": 0.0, "max_tokens": 2})
-RIGHT = {0: [5, 7]}
+RIGHT = {0: Choice([5, 7])}
 
 
 def outcome(number: int, *, fate: Fate = Fate.STAYS, **fields) -> Outcome:
     visit = Visit(number=number, entry=0, fate=fate, after_s=0.0, over_http=True, stream=True, priority=0, cache_salt="")
-    return Outcome(visit=visit, **{"tokens": {0: [5, 7]}, "times_sent": 1} | fields)
+    return Outcome(visit=visit, **{"choices": RIGHT, "times_sent": 1} | fields)
 
 
 def judged(*outcomes: Outcome) -> Verdict:
@@ -21,8 +22,8 @@ def judged(*outcomes: Outcome) -> Verdict:
 
 
 def test_clients_that_went_away_do_not_count_and_one_failure_is_allowed_in_a_short_run() -> None:
-    away = outcome(9, fate=Fate.LEAVES, went_away=True, tokens={0: [5]})
-    one = outcome(8, error="UNAVAILABLE", tokens={})
+    away = outcome(9, fate=Fate.LEAVES, went_away=True, choices={0: Choice([5])})
+    one = outcome(8, error="UNAVAILABLE", choices={})
     verdict = judged(outcome(0), outcome(1), away, one)
     assert (verdict.tally.well, verdict.tally.away, verdict.tally.success) == (2, 1, 2 / 3)
     assert verdict.complaints() == []
@@ -33,16 +34,18 @@ def test_clients_that_went_away_do_not_count_and_one_failure_is_allowed_in_a_sho
 
 
 def test_one_wrong_token_one_hang_one_leak_or_one_death_is_too_much() -> None:
-    assert judged(outcome(0, tokens={0: [5, 8]})).complaints() == ["1 wrong streams"]
-    assert judged(outcome(0, went_away=True, tokens={0: [8]})).complaints() == ["1 wrong streams"]
+    assert judged(outcome(0, choices={0: Choice([5, 8])})).complaints() == ["1 wrong streams"]
+    assert judged(outcome(0, went_away=True, choices={0: Choice([8])})).complaints() == ["1 wrong streams"]
     assert judged(outcome(0, hung=True, error="HANG")).complaints() == ["1 hung"]
     verdict = judged(outcome(0))
     verdict.leaks, verdict.deaths = ["P1: 5 pages"], ["D1, exit status 70"]
     verdict.tracebacks = ["P1: 12:00 E Traceback (most recent call last)"]
+    verdict.compiles = {"jdisagg_compiles_after_ready_total": 2.0}
     assert verdict.complaints() == [
         "leak: P1: 5 pages",
         "died by itself: D1, exit status 70",
         "traceback in a log: P1: 12:00 E Traceback (most recent call last)",
+        "compiled after READY: 2 jdisagg_compiles_after_ready_total",
     ]
     assert "RED" in verdict.text()
     told = verdict.as_json()

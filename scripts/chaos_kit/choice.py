@@ -1,0 +1,49 @@
+"""What comes of one choice, and how it differs from what should have come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Flaw(Enum):
+    """What is wrong with a choice."""
+
+    WRONG = "wrong"
+    LOST = "lost"
+    DUPLICATED = "duplicated"
+    MISTOLD = "mistold"  # its tokens are right; its text, log probabilities or finish reason are not
+
+
+@dataclass
+class Choice:
+    """As its client sees it."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[Any] = field(default_factory=list)  # of the tokens, and where that is asked for of alternatives to each
+    finish: str | None = None
+
+    def flaw_beside(self, right: Choice, *, whole: bool) -> Flaw | None:
+        """How it differs from the `right` one, or from a beginning of it unless it should be the `whole`."""
+        if flaw := flaw_of(self.tokens, right.tokens, whole=whole):
+            return flaw
+        begins = right.text.startswith(self.text) and right.logprobs[: len(self.logprobs)] == self.logprobs
+        ends = self.finish in (None, right.finish) if not whole else self == right
+        return None if begins and ends else Flaw.MISTOLD
+
+
+def flaw_of(got: Sequence[int], wanted: Sequence[int], *, whole: bool) -> Flaw | None:
+    """How the tokens `got` differ from `wanted`, or from a beginning of it unless they should be the `whole`."""
+    same = next((i for i, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b), min(len(got), len(wanted)))
+    rest = got[same:]
+    if not rest:
+        return Flaw.LOST if whole and len(got) < len(wanted) else None
+    window = rest[:8]
+    if any(wanted[at : at + len(window)] == window for at in range(same + 1, len(wanted))) and len(window) > 1:
+        return Flaw.LOST
+    if any(wanted[at : at + len(window)] == window for at in range(same)):
+        return Flaw.DUPLICATED
+    return Flaw.DUPLICATED if len(got) > len(wanted) and same == len(wanted) else Flaw.WRONG
