@@ -19,10 +19,10 @@ LONGEST = 2**40  # tokens that no config.json has positions for
 _KEYS = (
     *("rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings"),
     *("low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
-    "truncate",
+    *("truncate", "attn_factor", "extrapolation_factor"),
 )
 _AT_TOP = ("rope_parameters", "rope_scaling", "rope_theta")
-_ALIKE = 0.85  # of 1: closer than keys of other kinds that models have (attn_factor, long_mscale)
+_ALIKE = 0.85  # of 1: closer than keys of other kinds that models have (long_mscale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ class YarnSpec(RopeSpec):
         factor = _number(values, key, "factor")
         optional = {  # transformers takes a 0 for left out, but for the first one
             name: _number(values, key, name)
-            for name in ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+            for name in ("attention_factor", "attn_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
             if values.get(name) not in ((None,) if name == "attention_factor" else (None, 0))
         }
         fast, slow = optional.get("beta_fast", 32.0), optional.get("beta_slow", 1.0)
@@ -144,6 +144,8 @@ class YarnSpec(RopeSpec):
             raise ConfigError(f"config.json: {key}.beta_fast is {fast}, wanted more than beta_slow = {slow}")
         if not isinstance(truncate := values.get("truncate", True), bool):
             raise ConfigError(f"config.json: {key}.truncate is {truncate!r}, wanted true or false")
+        if (stretch := values.get("extrapolation_factor")) not in (None, 1.0):
+            raise ConfigError(f"config.json: {key}.extrapolation_factor is {stretch!r}, wanted 1.0")
         if "mscale" in optional and "mscale_all_dim" in optional:
             sharpness = _sharpness(factor, optional["mscale"]) / _sharpness(factor, optional["mscale_all_dim"])
         else:
@@ -154,7 +156,7 @@ class YarnSpec(RopeSpec):
             kind="yarn",
             factor=factor,
             original_max_len=int(_number(values, key, "original_max_position_embeddings")),
-            sharpness=optional.get("attention_factor", sharpness),
+            sharpness=optional.get("attention_factor", sharpness * optional.get("attn_factor", 1.0)),
             beta_fast=fast,
             beta_slow=slow,
             truncate=truncate,

@@ -95,7 +95,7 @@ class ModelSpec:
             norm_eps=positive_number(config.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
             mlp_bias=architecture == "LlamaForCausalLM" and _flag(config, "mlp_bias"),
             tied=_flag(config, "tie_word_embeddings"),
-            max_model_len=rope.longest(min(_positive(config, "max_position_embeddings"), LONGEST)),
+            max_model_len=_max_model_len(config, rope),
         )
 
     @property
@@ -114,6 +114,16 @@ class ModelSpec:
             kind="full" if window is None else "window",
             window=window,
         )
+
+
+def _max_model_len(config: Mapping[str, Any], rope: RopeSpec) -> int:
+    """Tokens that its attention was trained on. Dual chunk attention, which goes beyond them, is not served."""
+    longest = rope.longest(min(_positive(config, "max_position_embeddings"), LONGEST))
+    if (chunked := config.get("dual_chunk_attention_config")) is None:
+        return longest
+    if not isinstance(chunked, Mapping):
+        raise _unsupported("dual_chunk_attention_config", chunked, "an object")
+    return min(longest, _positive(chunked, "original_max_position_embeddings"))
 
 
 def _architecture(config: Mapping[str, Any]) -> str:

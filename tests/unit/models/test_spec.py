@@ -102,6 +102,8 @@ def test_kv_spec_is_a_window_group_only_when_every_layer_has_it(config: dict[str
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1e308}}, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 0.5}, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 1e-308}}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attn_factor": -1}}, "attn_factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "extrapolation_factor": 0.5}}, "extrapolation_factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 1e308}}, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1e300}}, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1e-300}}, "rope_scaling"),
@@ -152,6 +154,15 @@ def test_a_linear_rope_stretches_the_context(config: dict[str, Any]) -> None:
     assert ModelSpec.from_config(llama3).max_model_len == 64, "config.json counts it already"
 
 
+def test_what_only_dual_chunk_attention_reaches_is_not_served(config: dict[str, Any]) -> None:
+    """Qwen2.5-7B-Instruct-1M."""
+    chunked = {"chunk_size": 32, "local_size": 8, "original_max_position_embeddings": 32}
+    assert ModelSpec.from_config({**config, "dual_chunk_attention_config": chunked}).max_model_len == 32
+    for wrong in ({"chunk_size": 32}, 32):
+        with pytest.raises(ConfigError, match=r"original_max_position_embeddings|dual_chunk_attention_config"):
+            ModelSpec.from_config({**config, "dual_chunk_attention_config": wrong})
+
+
 def test_absurdly_many_positions_are_no_error(config: dict[str, Any]) -> None:
     linear = {"rope_scaling": {"type": "linear", "factor": 4.0}, "max_position_embeddings": 10**400}
     assert ModelSpec.from_config({**config, **linear}).max_model_len == 2**42
@@ -195,6 +206,14 @@ def test_a_rope_under_a_misspelt_key_is_refused(config: dict[str, Any], wrong: s
 )
 def test_how_positions_are_scaled_can_be_told(config: dict[str, Any], rope: dict[str, Any], told: str | None) -> None:
     assert ModelSpec.from_config({**config, "rope_scaling": rope}).rope.scaling == told
+
+
+def test_attn_factor_times_what_follows_from_the_factor_is_how_sharp_attention_is(config: dict[str, Any]) -> None:
+    """DeepSeek-R1-0528-Qwen3-8B switches the sharpening off so; transformers does not look at it, vLLM does."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.8782488562869419, "extrapolation_factor": 1.0}
+    assert ModelSpec.from_config({**config, "rope_scaling": yarn}).rope.attention_factor == pytest.approx(1.0)
+    both = {**yarn, "attention_factor": 1.25}
+    assert ModelSpec.from_config({**config, "rope_scaling": both}).rope.attention_factor == 1.25
 
 
 def test_keys_of_other_ropes_are_no_errors(config: dict[str, Any]) -> None:
