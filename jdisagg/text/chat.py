@@ -58,6 +58,8 @@ class ChatTemplate:
             self.shows_tools = "tools" in meta.find_undeclared_variables(environment.parse(of_tools))
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
+        both = ((self._template, source), (self._tool_template, of_tools))
+        self._of_developers = [template for template, text in both if "developer" in text]  # others would leave theirs out
         self._form = self._tool_form = find_form(partial(self._fill, self._template))
         if tool_source is not None:
             self._tool_form = find_form(partial(self._fill, self._tool_template, tools=_PROBE_TOOLS))
@@ -77,7 +79,8 @@ class ChatTemplate:
         """The prompt text. The content of a message is a string or a list of text parts; the template gets it in the form that
         it reads. Raises InvalidRequest when the template refuses the messages."""
         template, form = (self._template, self._form) if tools is None else (self._tool_template, self._tool_form)
-        given = [in_form(form, dict(message)) for message in messages]
+        older = {} if template in self._of_developers else {"role": "system"}  # OpenAI's name for it before
+        given = [in_form(form, {**message, **(older if message.get("role") == "developer" else {})}) for message in messages]
         return self._fill(template, given, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
 
     def _fill(

@@ -35,7 +35,7 @@ def long_json(answer: dict[str, Any]) -> bytes:
 
 def encode_event(event: dict[str, Any]) -> bytes:
     """Its JSON."""
-    return _ENCODER.encode(event).encode()
+    return _in_one_line(_ENCODER.encode(event)).encode()
 
 
 class PlainChunks:
@@ -56,7 +56,12 @@ class PlainChunks:
             event = self._write(Delta(index=delta.index, text=_HOLE, fingerprint=fingerprint))
             before, behind = encode_event(event).decode().split(_WRITTEN_HOLE)
             around = self._around[delta.index, fingerprint] = before, behind
-        return f"{around[0]}{encode_basestring(delta.text)}{around[1]}".encode()
+        return f"{around[0]}{_in_one_line(encode_basestring(delta.text))}{around[1]}".encode()
+
+
+def _in_one_line(written: str) -> str:
+    """Without what Python's `splitlines` takes for the end of a line, and clients who read events by it: httpx and others."""
+    return written.replace("\x85", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def _pieces(value: Any, levels: int) -> Iterator[str]:

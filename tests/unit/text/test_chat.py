@@ -41,6 +41,28 @@ def test_either_template_is_checked_at_load(source: str) -> None:
             ChatTemplate(sources[0], {}, sources[1])
 
 
+QWEN = (  # 2.5's, in short: other roles are left out
+    "{% for m in messages %}{% if m.role == 'user' or m.role == 'system' %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "tool_source", "prompt"),
+    [
+        (QWEN, None, "<system>Be brief.<user>Hi"),
+        (QWEN.replace("'system'", "'developer'"), None, "<developer>Be brief.<user>Hi"),
+        (QWEN.replace("'system'", "'developer'"), QWEN, "<developer>Be brief.<user>Hi"),
+        (QWEN, QWEN.replace("'system'", "'developer'"), "<system>Be brief.<user>Hi"),
+    ],
+)
+def test_a_developer_message_is_a_system_message_for_a_template_that_knows_no_other(
+    source: str, tool_source: str | None, prompt: str
+) -> None:
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    assert ChatTemplate(source, {}, tool_source).render(messages) == prompt
+    assert messages[0]["role"] == "developer"
+
+
 GUARD = (  # Llama Guard's
     "{% for m in messages %}{{ m['role'] }}:{% for content in m['content'] %}{% if content['type'] == 'text' %}"
     "{{ content['text'] | trim }}|{% endif %}{% endfor %};{% endfor %}"
