@@ -3,7 +3,7 @@
     list        the workers of a router: state, load, model           FleetService.List
     drain       one process takes no new requests; waits for its own  AdminService.Drain
     state       its queues, ledgers and streams as JSON               AdminService.Stats, the text of GET /debug/state
-    reset-cache its prefix cache forgets what nobody uses             AdminService.ResetPrefixCache
+    reset-cache its prefix cache forgets what it has                  AdminService.ResetPrefixCache
 
 The fleet's API key is read from the environment. Exit status: 0 done, 1 it is not done (nobody answers, requests still run),
 2 a command that cannot be run.
@@ -76,7 +76,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--wait-s", type=float, default=30.0, metavar="S", help="at most so long until what runs has ended (%(default)g)"
     )
     state = command("state", _state, "queues, ledgers, streams and the step on the device, as JSON")
-    reset = command("reset-cache", _reset_cache, "forget the cached prefixes that no request uses")
+    reset = command("reset-cache", _reset_cache, "forget all cached prefixes; requests under way go on")
     for one in (drain, state, reset):
         one.add_argument("address", metavar="HOST:PORT", help="gRPC address of the process, as `list` tells it")
     args = parser.parse_args(list(argv))

@@ -65,7 +65,7 @@ class RequestRecord:
         """Its hand-off is over (prefill role)."""
         self.phases.handed_over()
         has_token = self.phases.has_token
-        self.ended("handed over" if has_token else "given up before its first token", int(has_token), now_s)
+        self.ended("hand-off over" if has_token else "given up before its first token", int(has_token), now_s)
 
     def ended(self, reason: str, num_tokens: int, now_s: float) -> None:
         """Whatever the end: its phases and their sum are observed, and its life is logged."""

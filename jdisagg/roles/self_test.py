@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from secrets import token_hex
 from time import monotonic
 
 from jdisagg.core.errors import Unavailable
@@ -14,14 +15,15 @@ REQUEST_ID = "self-test"
 
 
 def self_test(engine: EngineThread) -> None:
-    """Run it and wait. Raises Unavailable when the loop does not bring it to its end. Its prefix-cache salt is its own."""
+    """Run it and wait. Raises Unavailable when the loop does not bring it to its end. Its prefix-cache salt is nobody else's:
+    a decode worker computes none of its KV."""
     outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
     request = EngineRequest(
         request_id=REQUEST_ID,
         prompt_token_ids=(1, 2, 3),
         sampling=SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True),
         deadline_s=monotonic() + TIMEOUT_S,
-        cache_salt=REQUEST_ID,
+        cache_salt=token_hex(16),
     )
 
     def sink(batch: list[Output]) -> None:

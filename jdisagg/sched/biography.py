@@ -221,7 +221,7 @@ class Biography:
             self._settle(now_s)
             if self._status is Status.PUBLISHING:
                 self._phases.handed_over()
-            ended = "its KV was handed over" if self._status is Status.PUBLISHING else Cancelled.__name__.lower()
+            ended = "its hand-off was over" if self._status is Status.PUBLISHING else Cancelled.__name__.lower()
             self._say(
                 now_s, f"{ended} while {self._status.value}, {counted(self._num_tokens, 'token')}; {self._phase_text(now_s)}"
             )

@@ -106,7 +106,8 @@ class Explainer:
     def _forking(self, sequence: Sequence) -> Wait:
         """A choice without memory: `Starter._fork`."""
         donor = self._donors.get(sequence.request_id)
-        if donor is None or donor.slot in {step.slot for step in (*self.plan.prefill, *self.plan.admit)}:
+        begun = {step.slot for step in (*self.plan.prefill, *self.plan.admit)} - set(self.plan.decode)
+        if donor is None or donor.slot in begun:
             return Wait(Cause.SIBLING, "the prompt it shares with its siblings was not in memory yet")
         if (wait := self._preemption() or self._margin()) is not None:
             return wait
@@ -208,7 +209,8 @@ class Explainer:
         open_ones = [s for s in queues[Status.PREALLOC] if s.wait.is_open]
         for first in sorted([*forking, *open_ones, *queues[Status.WAITING]], key=lambda s: s.order):
             is_local = first.status is Status.WAITING
-            if is_local and (wait := self._no_room_in_step or self._no_room_for_whole(first)):
+            whole = self._no_reads if first.wait.host_tokens else self._no_room_for_whole
+            if is_local and (wait := self._no_room_in_step or whole(first)):
                 return first, Wait(Cause.ORDER, f"behind request {first.request_id}: {wait.text}", first.request_id)
             if (short := self._shortage(first)) is not None:
                 return first, Wait(Cause.ORDER, f"behind request {first.request_id}, {short}", first.request_id)

@@ -80,7 +80,6 @@ def is_known(decode: ServerProcess) -> bool:
     return SENDS_NOTHING in decode.log_since_ready()
 
 
-@pytest.mark.covers("I-2")
 def test_where_its_kv_does_not_come_from_another_p_is_asked_and_then_nobody(
     start: Start, exact_flags: tuple[str, ...], unified: ServerProcess
 ) -> None:

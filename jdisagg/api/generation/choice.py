@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from jdisagg.api.generation.intake import Job
 from jdisagg.api.in_order import LONG_POSITIONS
@@ -216,19 +216,20 @@ def has_many_scores(parts: Iterable[ChoiceResult | Delta]) -> bool:
     return sum(len(part.logprobs) + len(part.prompt_logprobs) for part in parts) > LONG_POSITIONS
 
 
+Kept = Literal["all", "text", "counts"]
+
+
 class Transcript:
     """Adds deltas up."""
 
-    def __init__(
-        self, num_choices: int, *, n: int, num_prompt_tokens: int, keep_text: bool = True, keep_scores: bool = True
-    ) -> None:
-        """`num_choices` = prompts times `n`. Without `keep_scores` no log-probabilities are kept; without `keep_text` only what
-        usage and provenance need."""
+    def __init__(self, num_choices: int, *, n: int, num_prompt_tokens: int, keep: Kept = "all") -> None:
+        """`num_choices` = prompts times `n`. "text": tokens and their text, but no log-probabilities; "counts": what usage and
+        provenance need."""
         self.fingerprint: str | None = None  # of the latest delta that has one
         self.choices = [ChoiceResult(index=index) for index in range(num_choices)]
         self._n = n
         self._num_prompt_tokens = num_prompt_tokens
-        self._keep_text, self._keep_scores = keep_text, keep_text and keep_scores
+        self._keep: Kept = keep
         self._completion_tokens = 0
 
     def add(self, delta: Delta) -> None:
@@ -241,10 +242,10 @@ class Transcript:
         choice.provenance = delta.provenance or choice.provenance
         choice.finish = delta.finish or choice.finish
         choice.stop = delta.stop if delta.stop is not None else choice.stop
-        if self._keep_text:
+        if self._keep != "counts":
             choice.texts.append(delta.text)
             choice.token_ids += delta.token_ids
-        if self._keep_scores:
+        if self._keep == "all":
             choice.logprobs += delta.logprobs
             choice.prompt_logprobs += delta.prompt_logprobs
 

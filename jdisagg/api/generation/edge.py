@@ -18,7 +18,7 @@ from time import monotonic
 from typing import TypeVar
 from weakref import WeakSet
 
-from jdisagg.api.generation.choice import ChoiceText, Delta, Transcript, in_fewer
+from jdisagg.api.generation.choice import ChoiceText, Delta, Kept, Transcript, in_fewer
 from jdisagg.api.generation.grammar_gate import GrammarGate
 from jdisagg.api.generation.intake import Job, TextRequest, admit
 from jdisagg.api.generation.live import Abort, LiveRequests, RequestMailbox
@@ -98,10 +98,9 @@ class Edge:
             job = await self._admit(request)
         return replace(job, is_aborted=True) if mailbox.taken() else job
 
-    def transcript(self, job: Job, *, keep_text: bool = True, keep_scores: bool = True) -> Transcript:
+    def transcript(self, job: Job, keep: Kept = "all") -> Transcript:
         """An empty transcript for the deltas of `job`."""
-        kept = {"keep_text": keep_text, "keep_scores": keep_scores}
-        return Transcript(len(job.requests), n=job.n, num_prompt_tokens=job.num_prompt_tokens, **kept)
+        return Transcript(len(job.requests), n=job.n, num_prompt_tokens=job.num_prompt_tokens, keep=keep)
 
     async def stream(self, job: Job) -> AsyncGenerator[Delta]:
         """Run all choices at once and yield their deltas as they come; each choice ends with exactly one `finish`. Deltas for

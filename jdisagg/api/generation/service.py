@@ -60,7 +60,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """The whole answer, or as much as is taken; then what is to be said of that. Raises RequestError."""
         timeout_s, traceparent = context.time_remaining(), _traceparent(context)
         job = await self._edge.admit(read_generate(request, self._edge.defaults, timeout_s, traceparent=traceparent))
-        transcript = self._edge.transcript(job, keep_scores=False)  # its reader has them already
+        transcript = self._edge.transcript(job, keep="text")  # its reader has them already
         with Reader(context) as reader:
             async with aclosing(self._edge.stream(job)) as deltas:
                 async for delta in deltas:

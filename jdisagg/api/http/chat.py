@@ -120,7 +120,7 @@ class _Answer:
 
     async def events(self) -> AsyncGenerator[Event]:
         """The chunks of a request that streams: the role first, then text, then a finish reason for each choice."""
-        transcript = self._edge.transcript(self._job, keep_text=False)
+        transcript = self._edge.transcript(self._job, keep="counts")
         plain = None
         if self._num_top is None and self._is_text and not self._options.shows_more:
             plain = PlainChunks(lambda delta: self._options.with_usage(self._text_chunk(delta, self._news(delta)), transcript))

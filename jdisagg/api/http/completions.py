@@ -93,7 +93,7 @@ class _Answer:
 
     async def events(self) -> AsyncGenerator[Event]:
         """The chunks of a request that streams; the first one of each choice has its prompt's tokens, if they are wanted."""
-        transcript = self._edge.transcript(self._job, keep_text=False)
+        transcript = self._edge.transcript(self._job, keep="counts")
         plain = None
         if self._num_top is None and not self._options.shows_more:
             plain = PlainChunks(lambda delta: self._event(delta, transcript))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
 
-from jdisagg.api.generation.choice import LONG_POSITIONS, Delta, Transcript
+from jdisagg.api.generation.choice import LONG_POSITIONS, Delta, Kept, Transcript
 from jdisagg.api.http import answer_json
 from jdisagg.core.requests import TokenLogprob
 from jdisagg.text.tokenizer import Tokenizer
@@ -75,8 +75,8 @@ def test_scores_that_their_reader_has_already_are_not_kept() -> None:
     score = TokenLogprob(7, -0.5, ())
     delta = Delta(index=0, text="a", token_ids=(7,), logprobs=(score,), prompt_logprobs=(None, score))
     kept = []
-    for options in ({}, {"keep_scores": False}, {"keep_text": False}):
-        transcript = Transcript(1, n=1, num_prompt_tokens=2, **options)
+    for keep in get_args(Kept):
+        transcript = Transcript(1, n=1, num_prompt_tokens=2, keep=keep)
         transcript.add(delta)
         (one,) = transcript.choices
         kept.append(("".join(one.texts), len(one.token_ids), len(one.logprobs), len(one.prompt_logprobs)))

@@ -55,7 +55,7 @@ def test_the_trace_context_goes_from_the_decode_worker_to_its_prefill_worker(cap
         world.settle()
     assert world.tokens("a") == expected(PROMPT, 6)
     prefill, decode = (record.getMessage() for record in caplog.records)
-    assert f"(traceparent {TRACE}): handed over, 1 tokens in" in prefill
+    assert f"(traceparent {TRACE}): hand-off over, 1 tokens in" in prefill
     assert f"request a (traceparent {TRACE}): length, 6 tokens in" in decode
     assert "queued +0.000, scheduled +" in prefill
     assert "transfer" in prefill
@@ -103,7 +103,7 @@ def test_a_hand_off_that_ends_says_whether_its_first_token_was_there(has_token: 
     if has_token:
         record.produced(103.0)
     record.handed_over(107.0)
-    said = "handed over, 1 tokens" if has_token else "given up before its first token, 0 tokens"
+    said = "hand-off over, 1 tokens" if has_token else "given up before its first token, 0 tokens"
     assert told(caplog).startswith(f"request a: {said} in 7.000 s = ")
 
 

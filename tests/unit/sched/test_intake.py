@@ -130,6 +130,19 @@ def test_more_requests_than_slots_all_get_served_and_idle_means_idle() -> None:
     assert all(engine.seen[f"r{i}"].tokens == expected((i + 1,), 3) for i in range(7))
 
 
+@pytest.mark.covers("D26")
+def test_a_step_that_nobody_waits_for_any_more_keeps_it_from_being_idle() -> None:
+    engine = FakeEngine()
+    engine.add(request("a", (1, 2), 5))
+    engine.step()
+    engine.drop("a")
+    engine.step()  # the device is told that the slot is free
+    while engine.in_flight:
+        assert not engine.scheduler.is_idle()
+        engine.commit_one()
+    assert engine.scheduler.is_idle()
+
+
 @pytest.mark.covers("V34", "H10", "H11")
 @pytest.mark.parametrize("after_ticks", range(6))
 def test_cancel_at_any_moment_frees_everything_and_is_silent(after_ticks: int) -> None:

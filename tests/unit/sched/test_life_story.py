@@ -136,7 +136,7 @@ def test_the_prefill_role_ends_with_the_hand_over(tell: Tell) -> None:
 
     story = tell(drive, "a", Role.PREFILL)
     assert story[1] == "+0 ms      prefilled in 2 chunks: steps 0-1, 20 tokens"
-    assert story[-1].startswith("+100 ms    its KV was handed over while publishing, 1 token; queue 0 ms + prefill")
+    assert story[-1].startswith("+100 ms    its hand-off was over while publishing, 1 token; queue 0 ms + prefill")
     assert story[-1].endswith("= 100 ms")
 
 
@@ -202,5 +202,5 @@ def test_a_prompt_that_gives_its_pages_to_others_says_so(tell: Tell) -> None:
     assert story[4] == "+50 ms     its receiver has memory: to be computed again"
     assert story[5].startswith("+50 ms     prefilled in 2 chunks: steps 3-4, 20 tokens")
     assert story[6] == (
-        "+100 ms    its KV was handed over while publishing, 1 token; queue 30 ms + prefill 0 ms + transfer 70 ms = 100 ms"
+        "+100 ms    its hand-off was over while publishing, 1 token; queue 30 ms + prefill 0 ms + transfer 70 ms = 100 ms"
     )

@@ -90,6 +90,19 @@ def test_the_prefix_cache_is_reset_under_load_without_touching_running_ones() ->
     engine.scheduler.check()
 
 
+@pytest.mark.covers("V42")
+def test_a_reset_takes_nothing_from_a_transfer_and_lets_nobody_find_what_it_brings() -> None:
+    engine = FakeEngine(Role.DECODE)
+    engine.add(request("a", PROMPT, 5), remote=True)
+    engine.tick()
+    (reserved,) = engine.scheduler.take_reserved()
+    engine.scheduler.reset_prefix_cache()
+    arrive(engine, reserved, PROMPT)
+    engine.run()
+    assert engine.seen["a"].tokens == expected(PROMPT, 5)
+    assert engine.scheduler.reset_prefix_cache() == 0
+
+
 @pytest.mark.covers("X18")
 def test_pages_are_taken_when_their_first_token_comes_not_before() -> None:
     engine = FakeEngine(delay=0)

@@ -36,7 +36,7 @@ def test_falling_back_keeps_the_place_in_the_queue_and_what_was_sent(stage: str)
 @pytest.mark.parametrize("held", [0, 3, 4, 9, 10])
 def test_kv_that_arrived_before_the_peer_died_is_not_computed_again(held: int) -> None:
     """What is missing starts at the first bad or missing page of this request; a second request with the same prefix is not
-    held up and computes nothing twice."""
+    held up, and computes again what had not come alone."""
     engine = FakeEngine(Role.DECODE)
     engine.add(request("a", PROMPT, 5), remote=True)
     engine.tick()
@@ -49,6 +49,7 @@ def test_kv_that_arrived_before_the_peer_died_is_not_computed_again(held: int) -
     chunks = [c for p in engine.plans for c in p.prefill]
     assert next(c.start for c in chunks if c.request_id == "a") == kept
     assert sum(len(c.token_ids) for c in chunks if c.request_id == "a") == len(PROMPT) - kept
+    assert next(c.start for c in chunks if c.request_id == "b") == kept
     assert engine.seen["a"].tokens == engine.seen["b"].tokens == expected(PROMPT, 5)
     assert engine.seen["a"].last.cached_tokens == 0  # none of it was in a prefix cache when it was asked for
 

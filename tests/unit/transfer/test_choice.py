@@ -61,7 +61,6 @@ def test_a_backend_that_failed_a_handoff_is_left_and_one_asked_for_is_taken() ->
     assert chosen.give_up(H, "one") is None
 
 
-@pytest.mark.covers("C20")
 def test_a_piece_is_fetched_over_the_backend_it_names_and_an_unknown_one_fails_at_once() -> None:
     events: list[TransferEvent] = []
     network = FakeNetwork()

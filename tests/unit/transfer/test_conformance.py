@@ -13,6 +13,7 @@ import pytest
 
 from jdisagg.handoff.messages import HandoffId
 from jdisagg.transfer.base import Piece, PieceArrived, PieceFailed, Published, PublishFailed
+from tests.unit.auditor import self_check, the_auditor
 from tests.unit.transfer.rig import CHUNK_TOKENS, FEATURES, HEADS, LAYERS, H, Rig, error_array, piece, sharding, tokens
 
 KINDS = ["device_put", "grpc", "grpc-loopback", "tcp", "shm", "jax", "fake"]
@@ -197,7 +198,29 @@ def test_a_piece_that_does_not_fit_is_named_and_refused(rig: Rig, change: dict[s
     assert word in failed.detail
 
 
-def test_calls_of_the_engine_thread_do_not_wait(rig: Rig) -> None:
+@pytest.mark.covers("C20", "I-7")
+def test_calls_of_the_engine_thread_begin_no_wait(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = piece(tokens(CHUNK_TOKENS))
+    ready = rig.published("warm", sent)  # what is imported late is imported now
+    rig.arrived(ready)
+    rig.publisher.discard("warm")
+    ready = rig.published("first", sent)
+    auditor = the_auditor()
+    auditor.patch(monkeypatch)
+    assert self_check(auditor) == ["Condition.wait", "open", "time.sleep"]
+    auditor.seen.clear()
+    with auditor.watching():
+        for index in range(3):
+            rig.publisher.publish(H, f"k{index}", sent)
+            rig.fetch(ready)
+        for index in range(3):
+            rig.publisher.discard(f"k{index}")
+        rig.fetcher.cancel(H)
+    assert not auditor.seen, auditor.seen
+    rig.quiet()
+
+
+def test_calls_of_the_engine_thread_take_no_time(rig: Rig) -> None:
     slow = jax.jit(lambda x: jax.lax.fori_loop(0, 60, lambda _, y: y @ y * 0.01, x))
     ballast = np.ones((512, 512), np.float32)
     slow(ballast).block_until_ready()

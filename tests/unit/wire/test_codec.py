@@ -225,6 +225,7 @@ def test_a_prompt_whose_logits_are_no_numbers_is_tried_nowhere_else() -> None:
     assert decoded.error.reason == "numerical", "and a decode worker and its router count it as what it is"
 
 
+@pytest.mark.covers("I-5")
 @pytest.mark.parametrize("left_s", [-5.0, 0.0, 0.0004, 2.5, math.inf])
 def test_deadline_travels_as_remaining_milliseconds(left_s):
     request = EngineRequest(request_id="a", prompt_token_ids=(1,), sampling=SamplingParams(), deadline_s=NOW_S + left_s)

@@ -1,0 +1,87 @@
+"""What a thread that must not wait asks of the world outside the process, and which waits it begins."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+OUTSIDE = ("open", "socket.", "subprocess.", "os.", "shutil.", "fcntl.", "signal.pthread_kill", "import", "time.sleep")
+WAITS: tuple[tuple[Any, str], ...] = (
+    (threading.Condition, "wait"),  # Event, Barrier, queue.Queue and Semaphore wait by it
+    (threading.Thread, "join"),
+    (Future, "result"),
+)
+SLEEP_S = 0.0002  # asked for; less is a yield
+
+
+class Auditor:
+    """Notes this, for one thread at a time and for as long as it is told to. Held locks are not seen."""
+
+    def __init__(self) -> None:
+        self.seen: Counter[str] = Counter()
+        self._watched: int | None = None
+        sys.addaudithook(self._audit)  # stays for the life of the process
+
+    def _audit(self, event: str, arguments: tuple[object, ...]) -> None:
+        if self._watched != threading.get_ident() or not event.startswith(OUTSIDE):
+            return
+        if event != "time.sleep" or not isinstance(seconds := arguments[0], float | int) or seconds > SLEEP_S:
+            self.seen[f"{event} {arguments[:1]}"] += 1
+
+    def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """See waits, too."""
+        for owner, name in WAITS:
+            monkeypatch.setattr(owner, name, self._noted(f"{owner.__name__}.{name}", getattr(owner, name)))
+        start = threading.Thread.start  # waits until the new thread runs
+
+        def begun(thread: threading.Thread) -> None:
+            mine, self._watched = self._watched, None
+            start(thread)
+            self._watched = mine
+
+        monkeypatch.setattr(threading.Thread, "start", begun)
+
+    def _noted(self, name: str, wait: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            if self._watched == threading.get_ident():
+                self.seen[name] += 1
+            return wait(*args, **kwargs)
+
+        return noted
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """This thread."""
+        self._watched = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._watched = None
+
+
+_THE_ONLY_ONE: list[Auditor] = []
+
+
+def the_auditor() -> Auditor:
+    """One for the process: what is hooked into it cannot be taken out."""
+    if not _THE_ONLY_ONE:
+        _THE_ONLY_ONE.append(Auditor())
+    return _THE_ONLY_ONE[0]
+
+
+def self_check(auditor: Auditor) -> list[str]:
+    """The names of what it sees of somebody who does all that is forbidden."""
+    auditor.seen.clear()
+    with auditor.watching(), open(__file__, "rb"):
+        time.sleep(0.001)
+        threading.Event().wait(0.001)
+        threading.Thread(target=time.sleep, args=(0.001,)).start()
+    return sorted(name.split()[0] for name in auditor.seen)
