@@ -33,8 +33,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         stats: Callable[[], Awaitable[dict[str, Any]]],
         reset_prefix_cache: Callable[[], Awaitable[int]] | None,
     ) -> None:
-        """`drain(deadline_s)` returns the unfinished requests, `stats()` JSON-able data, `reset_prefix_cache()` pages forgotten.
-        None for it: there is no prefix cache here."""
+        """`drain(deadline_s)` returns the unfinished requests, `stats()` JSON-able data, `reset_prefix_cache()` how many pages
+        it forgot. None for it: there is no prefix cache here."""
         self._drain = drain
         self._stats = stats
         self._reset_prefix_cache = reset_prefix_cache

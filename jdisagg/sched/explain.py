@@ -106,12 +106,14 @@ class Explainer:
     def _forking(self, sequence: Sequence) -> Wait:
         """A choice without memory: `Starter._fork`."""
         donor = self._donors.get(sequence.request_id)
-        begun = {step.slot for step in (*self.plan.prefill, *self.plan.admit)} - set(self.plan.decode)
-        if donor is None or donor.slot in begun:
+        begun = {step.slot for step in (*self.plan.prefill, *self.plan.admit)}
+        short = self._shortage(sequence)
+        came_with_kv = donor is not None and donor.slot in self.plan.decode  # from a peer, or a sibling's
+        if donor is None or (donor.slot in begun and not (came_with_kv and short)):
             return Wait(Cause.SIBLING, "the prompt it shares with its siblings was not in memory yet")
         if (wait := self._preemption() or self._margin()) is not None:
             return wait
-        if (short := self._shortage(sequence)) is not None:
+        if short is not None:
             return Wait(Cause.MEMORY, short)
         return _unexplained(sequence, self.plan)
 

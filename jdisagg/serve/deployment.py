@@ -132,7 +132,7 @@ class Deployment:
         self._bits.append(core.bits)
 
     async def reset_prefix_cache(self) -> int:
-        """Every engine forgets its cached prefixes; returns the pages forgotten. Raises Unavailable when one does not turn over."""
+        """Every engine forgets its cached prefixes; returns how many pages. Raises Unavailable when one does not turn over."""
         freed = [await ask(thread, reset) for thread, reset in zip(self.engines, self._resets, strict=True)]
         return sum(freed)
 

@@ -13,8 +13,8 @@ import grpc.aio
 import httpx
 
 from chaos_kit.catalogue import Entry
-from chaos_kit.member import Member
 from chaos_kit.choice import Choice
+from chaos_kit.member import Member
 from chaos_kit.outcome import Fate, Outcome
 from jdisagg.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-import pytest
 from chaos_kit.proxy import Proxy, Weather
 
 from jdisagg.core.fleet import SUSPECT_S

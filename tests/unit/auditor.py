@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-OUTSIDE = ("open", "socket.", "subprocess.", "os.", "shutil.", "fcntl.", "signal.pthread_kill", "import", "time.sleep")
+OUTSIDE = ("open", "socket.", "subprocess.", "os.", "shutil.", "fcntl.", "signal.pthread_kill", "import")
 WAITS: tuple[tuple[Any, str], ...] = (
     (threading.Condition, "wait"),  # Event, Barrier, queue.Queue and Semaphore wait by it
     (threading.Thread, "join"),
@@ -31,15 +31,17 @@ class Auditor:
         sys.addaudithook(self._audit)  # stays for the life of the process
 
     def _audit(self, event: str, arguments: tuple[object, ...]) -> None:
-        if self._watched != threading.get_ident() or not event.startswith(OUTSIDE):
-            return
-        if event != "time.sleep" or not isinstance(seconds := arguments[0], float | int) or seconds > SLEEP_S:
+        if self._watched == threading.get_ident() and event.startswith(OUTSIDE):
             self.seen[f"{event} {arguments[:1]}"] += 1
 
     def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """See waits, too."""
         for owner, name in WAITS:
             monkeypatch.setattr(owner, name, self._noted(f"{owner.__name__}.{name}", getattr(owner, name)))
+        sleep, sleeper = time.sleep, self._sleeper(time.sleep)
+        for module in list(sys.modules.values()):  # some have it by its name
+            if getattr(module, "sleep", None) is sleep:
+                monkeypatch.setattr(module, "sleep", sleeper)
         start = threading.Thread.start  # waits until the new thread runs
 
         def begun(thread: threading.Thread) -> None:
@@ -48,6 +50,14 @@ class Auditor:
             self._watched = mine
 
         monkeypatch.setattr(threading.Thread, "start", begun)
+
+    def _sleeper(self, sleep: Callable[[float], None]) -> Callable[[float], None]:
+        def sleeper(seconds: float) -> None:
+            if self._watched == threading.get_ident() and seconds > SLEEP_S:
+                self.seen[f"time.sleep {seconds}"] += 1
+            sleep(seconds)
+
+        return sleeper
 
     def _noted(self, name: str, wait: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ TEXTS = [
     "\0",
     '"\\u0000"',
     "\n\t\r\x1f\x7f",
-    "\u2028\u2029",
+    "\u2028\u2029\x85",
     "snow\N{SNOWMAN}\N{GRINNING FACE}",
     "</script>",
 ]
@@ -39,6 +39,7 @@ def test_a_plain_chunk_is_what_writing_all_of_it_gives(model: str) -> None:
                     delta = Delta(index=index, text=text, token_ids=(1,), fingerprint=fingerprint)
                     written = plain.chunk(delta, fingerprint)
                     assert written == encode_event(write(delta))
+                    assert len(written.decode().splitlines()) == 1, "some clients read events so"
                     assert json.loads(written)["choices"][0]["text"] == text
 
 

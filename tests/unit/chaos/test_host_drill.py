@@ -28,16 +28,16 @@ def outcome(**other: Any) -> Outcome:
         (Choice([1, 2, 3], "abc", [(-0.1, None)] * 3, "length"), None, "LOST"),
         (Choice([1, 2, 2, 3, 4], "abbcd", [(-0.1, None)] * 5, "length"), None, "DUPLICATED"),
         (Choice([1, 2, 9, 4], "abxd", [(-0.1, None)] * 4, "length"), None, "WRONG"),
-        (Choice([1, 2, 3, 4], "abcx", [(-0.1, None)] * 4, "length"), None, "WRONG"),
-        (Choice([1, 2, 3, 4], "abcd", [(-0.1, None)] * 3 + [(-0.2, None)], "length"), None, "WRONG"),
-        (Choice([1, 2, 3, 4], "abcd", [(-0.1, None)] * 4, "stop"), None, "WRONG"),
+        (Choice([1, 2, 3, 4], "abcx", [(-0.1, None)] * 4, "length"), None, "MISTOLD"),
+        (Choice([1, 2, 3, 4], "abcd", [(-0.1, None)] * 3 + [(-0.2, None)], "length"), None, "MISTOLD"),
+        (Choice([1, 2, 3, 4], "abcd", [(-0.1, None)] * 4, "stop"), None, "MISTOLD"),
         (Choice([1, 2], "ab", [(-0.1, None)] * 2), "service_unavailable", "service_unavailable"),
         (Choice([1, 9], "ax", [(-0.1, None)] * 2), "service_unavailable", "WRONG"),
-        (Choice([1, 2], "ab", [(-0.2, None)] * 2), "service_unavailable", "WRONG"),
+        (Choice([1, 2], "ab", [(-0.2, None)] * 2), "service_unavailable", "MISTOLD"),
         (Choice([1, 2], "ab", [(-0.1, None)] * 2), "CUT", "CUT"),
     ],
 )
-def test_an_answer_is_exact_or_fails_behind_right_tokens_or_is_wrong(choice: Choice, error: str | None, became: str) -> None:
+def test_an_answer_is_exact_or_fails_behind_right_tokens_or_has_a_flaw(choice: Choice, error: str | None, became: str) -> None:
     assert Answer({0: choice}, error).became(RIGHT) == became
 
 

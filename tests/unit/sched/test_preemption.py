@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from jdisagg.core.requests import Role
 from tests.unit.sched.engine_fake import FakeEngine, expected, request
+from tests.unit.sched.peer_fake import PROMPT, arrive
 
 A, B, C = (1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12)
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from jdisagg.core.requests import FinishReason
+from jdisagg.core.requests import FinishReason, Role
 from jdisagg.sched.explain import Cause
 from jdisagg.sched.states import Status
 from tests.unit.sched.engine_fake import FakeEngine, request
+from tests.unit.sched.peer_fake import PROMPT, arrive
 from tests.unit.sched.story import TICK_S, Tell, finish
 
 
@@ -146,3 +147,18 @@ def test_live_state_says_what_each_request_waits_for() -> None:
     assert waits["b"] == "no slot, all 1 taken"
     engine.run()
     assert engine.seen["a"].last.finish is FinishReason.LENGTH
+
+
+def test_a_choice_that_lacks_pages_says_so_in_the_step_in_which_the_prompts_kv_has_come_from_a_peer() -> None:
+    engine = FakeEngine(Role.DECODE, num_pages=5, caching=False, reserved_decode_tokens=6)
+    engine.add(*(request(f"a/{i}", PROMPT, 6, fork_group="a") for i in range(2)), remote=True)
+    engine.tick()
+    (reserved,) = engine.scheduler.take_reserved()
+    arrive(engine, reserved, PROMPT)
+    engine.step()
+    assert engine.scheduler.table.live["a/1"].status is Status.FORKING
+    wait = engine.scheduler.why_not("a/1")
+    assert wait is not None
+    assert wait.cause is Cause.MEMORY, wait
+    engine.drop("a/1")
+    engine.run()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from jdisagg.handoff.messages import HandoffId
 from jdisagg.transfer.base import PieceFailed, TransferEvent
 from jdisagg.transfer.choice import FetcherSet, PublisherSet

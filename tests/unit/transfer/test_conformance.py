@@ -200,18 +200,17 @@ def test_a_piece_that_does_not_fit_is_named_and_refused(rig: Rig, change: dict[s
 
 @pytest.mark.covers("C20", "I-7")
 def test_calls_of_the_engine_thread_begin_no_wait(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = piece(tokens(CHUNK_TOKENS))
-    ready = rig.published("warm", sent)  # what is imported late is imported now
-    rig.arrived(ready)
+    sent = [piece(tokens(CHUNK_TOKENS)) for _ in range(5)]
+    rig.arrived(rig.published("warm", sent[3]))  # what is imported late is imported now
     rig.publisher.discard("warm")
-    ready = rig.published("first", sent)
+    ready = rig.published("first", sent[4])
     auditor = the_auditor()
     auditor.patch(monkeypatch)
     assert self_check(auditor) == ["Condition.wait", "open", "time.sleep"]
     auditor.seen.clear()
     with auditor.watching():
         for index in range(3):
-            rig.publisher.publish(H, f"k{index}", sent)
+            rig.publisher.publish(H, f"k{index}", sent[index])
             rig.fetch(ready)
         for index in range(3):
             rig.publisher.discard(f"k{index}")
