@@ -13,6 +13,7 @@ from time import monotonic
 from typing import Any
 
 from chaos_kit.act import Act, Blow, Victim
+from chaos_kit.choice import Choice
 from chaos_kit.fleet import Fleet
 from chaos_kit.leaks import at_rest
 from chaos_kit.stages import SCENES, Stage
@@ -21,12 +22,12 @@ from chaos_kit.stream import LOST, Stream
 LOST_WITH_ROUTER = "lost with its router"
 TRIES = 5  # to be in time for a state
 FELT = {(Stage.DECODING, Victim.DECODE), (Stage.D_MEMORY, Victim.PREFILL)}  # a blow that nobody notices came too late
-Answers = Mapping[tuple[int, ...], list[int]]  # by prompt
+Answers = Mapping[tuple[int, ...], Choice]  # by prompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """What became of the request that was struck: exact, lost with its router, the name of an error, or WRONG."""
+    """What became of the request that was struck: exact, lost with its router, the name of an error, or of a flaw."""
 
     became: str = "not run"
     detail: str = ""

@@ -7,6 +7,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from jdisagg.v1 import common_pb2, generation_pb2
+
+_FINISH = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_ABORT: "abort",
+}
+
 
 class Flaw(Enum):
     """What is wrong with a choice."""
@@ -25,6 +33,20 @@ class Choice:
     text: str = ""
     logprobs: list[Any] = field(default_factory=list)  # of the tokens, and where that is asked for of alternatives to each
     finish: str | None = None
+
+    @classmethod
+    def of(cls, part: generation_pb2.Delta | generation_pb2.Choice) -> Choice:
+        """What a message of gRPC brings."""
+        finish = _FINISH.get(part.finish, str(part.finish)) if part.finish else None
+        scores = [score.logprob for score in part.logprobs] if isinstance(part, generation_pb2.Delta) else []
+        return cls(list(part.token_ids), part.text, scores, finish)
+
+    def add(self, new: Choice) -> None:
+        """More of it arrives."""
+        self.tokens += new.tokens
+        self.text += new.text
+        self.logprobs += new.logprobs
+        self.finish = new.finish or self.finish
 
     def flaw_beside(self, right: Choice, *, whole: bool) -> Flaw | None:
         """How it differs from the `right` one, or from a beginning of it unless it should be the `whole`."""

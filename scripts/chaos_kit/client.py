@@ -16,16 +16,11 @@ from chaos_kit.catalogue import Entry
 from chaos_kit.choice import Choice
 from chaos_kit.member import Member
 from chaos_kit.outcome import Fate, Outcome
-from jdisagg.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from jdisagg.v1 import generation_pb2, generation_pb2_grpc
 
 OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1))
 HANG_GRACE_S = 5.0  # behind the deadline
 RESEND_PAUSE_S = 0.05
-_FINISH = {
-    common_pb2.FINISH_REASON_STOP: "stop",
-    common_pb2.FINISH_REASON_LENGTH: "length",
-    common_pb2.FINISH_REASON_ABORT: "abort",
-}
 _TRANSPORT = "TRANSPORT"  # the connection failed, as opposed to an answer that says so
 
 
@@ -157,15 +152,9 @@ class Clients:
 async def _read(call: Any, outcome: Outcome) -> None:
     async for response in call:
         if response.HasField("complete"):
-            outcome.complete = {part.index: _choice(part) for part in response.complete.choices}
+            outcome.complete = {part.index: Choice.of(part) for part in response.complete.choices}
         else:
-            delta, new = response.delta, _choice(response.delta)
-            new.logprobs = [score.logprob for score in delta.logprobs]
-            outcome.take(delta.index, new)
-
-
-def _choice(part: generation_pb2.Delta | generation_pb2.Choice) -> Choice:
-    return Choice(list(part.token_ids), part.text, finish=_FINISH.get(part.finish, str(part.finish)) if part.finish else None)
+            outcome.take(response.delta.index, Choice.of(response.delta))
 
 
 async def _read_events(response: httpx.Response, outcome: Outcome) -> None:

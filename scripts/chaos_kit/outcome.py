@@ -62,14 +62,10 @@ class Outcome:
 
     def take(self, index: int, new: Choice) -> None:
         """More of a choice arrives, now."""
-        choice = self.choices.setdefault(index, Choice())
-        choice.text += new.text
-        choice.finish = new.finish or choice.finish
+        self.choices.setdefault(index, Choice()).add(new)
         if not new.tokens:
             return
         now_s = monotonic()
-        choice.tokens += new.tokens
-        choice.logprobs += new.logprobs
         self.largest_gap_s = max(self.largest_gap_s, now_s - (self.last_s or now_s))
         self.last_s = now_s
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -13,6 +13,7 @@ import grpc.aio
 from bench_kit.figures import gaps
 
 from chaos_kit.catalogue import Entry
+from chaos_kit.choice import Choice
 from chaos_kit.client import OPTIONS, is_transport
 from jdisagg.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
@@ -26,7 +27,7 @@ class Stream:
 
     name: str  # its request id
     entry: Entry
-    tokens: list[int] = field(default_factory=list)
+    choice: Choice = field(default_factory=Choice)
     times_s: list[float] = field(default_factory=list)  # of arrivals, each of one token or more
     asked_s: float = 0.0
     ended_s: float | None = None
@@ -64,11 +65,17 @@ class Stream:
     def _take(self, response: generation_pb2.GenerateResponse) -> None:
         if response.HasField("complete"):
             self.provenance = response.complete.choices[0].provenance
-        elif response.delta.token_ids:
-            self.tokens.extend(response.delta.token_ids)
+            return
+        self.choice.add(Choice.of(response.delta))
+        if response.delta.token_ids:
             self.times_s.append(monotonic())
             if self.on_tokens is not None:
                 self.on_tokens(self)
+
+    @property
+    def tokens(self) -> list[int]:
+        """So far."""
+        return self.choice.tokens
 
     @property
     def is_whole(self) -> bool:
@@ -80,11 +87,11 @@ class Stream:
         """Rungs it took; empty while it has not ended."""
         return [] if self.provenance is None else list(self.provenance.recoveries)
 
-    def became(self, wanted: Sequence[int]) -> str:
-        """`exact`, the name of its error behind nothing but right tokens, or `WRONG`."""
-        if self.error is None:
-            return "exact" if self.tokens == list(wanted) else "WRONG"
-        return self.error if self.tokens == list(wanted)[: len(self.tokens)] else "WRONG"
+    def became(self, wanted: Choice) -> str:
+        """`exact`, the name of its error behind nothing but what is right, or the name of a flaw, in capitals."""
+        if flaw := self.choice.flaw_beside(wanted, whole=self.error is None):
+            return flaw.name
+        return self.error or "exact"
 
     def gap_s(self, since_s: float) -> float:
         """The longest that its client waited for a token from `since_s` on: from the last token before, if there was one."""

@@ -87,7 +87,7 @@ class Tally:
     def complaints(self) -> list[str]:
         """Everything about the clients' streams that makes this run a failure."""
         found = [f"{count} {flaw} streams" for flaw, count in self.flaws.items()]
-        if self.aborted < LEAST_ABORTED * self.told_to_end:
+        if self.told_to_end - self.aborted > max(1.0, (1.0 - LEAST_ABORTED) * self.told_to_end):
             found.append(f"{self.aborted} of {self.told_to_end} streams that were aborted ended by that")
         return found + ([f"{self.hung} hung"] if self.hung else [])
 

@@ -7,16 +7,20 @@ import pytest
 from bench_kit.figures import percentile
 from chaos_kit.catalogue import Entry
 from chaos_kit.cell import Cell, Ending
+from chaos_kit.choice import Choice
 from chaos_kit.drill_report import cell_line, cell_table
 from chaos_kit.stages import MAX_MODEL_LEN, SCENES, SUBJECT_OUTPUT, SUBJECT_TOKENS, Stage, everything_asked
 from chaos_kit.stream import LOST, Stream
 
-RIGHT = [5, 7, 9, 11, 13]
+RIGHT = Choice([5, 7, 9, 11, 13], "abcde", finish="length")
 
 
 def stream(*times_s: float, **fields) -> Stream:
-    entry = Entry(prompt=(1,), sampling={"max_tokens": len(RIGHT)})
-    return Stream(name="x", entry=entry, tokens=RIGHT[: len(times_s)], times_s=list(times_s), **fields)
+    entry = Entry(prompt=(1,), sampling={"max_tokens": len(RIGHT.tokens)})
+    count = len(times_s)
+    finish = "length" if count == len(RIGHT.tokens) else None
+    choice = Choice(RIGHT.tokens[:count], RIGHT.text[:count], finish=finish)
+    return Stream(name="x", entry=entry, choice=choice, times_s=list(times_s), **fields)
 
 
 def test_the_gap_begins_with_the_last_token_before_the_blow() -> None:
@@ -41,9 +45,10 @@ def test_a_wait_that_was_over_before_the_blow_is_no_gap() -> None:
 
 def test_an_error_behind_wrong_tokens_is_wrong() -> None:
     assert stream(1.0, 2.0, 3.0, 4.0, 5.0).became(RIGHT) == "exact"
-    assert stream(1.0, 2.0).became(RIGHT) == "WRONG"  # ended well, and short
+    assert stream(1.0, 2.0).became(RIGHT) == "LOST"  # ended well, and short
     assert stream(1.0, 2.0, error=LOST).became(RIGHT) == LOST
-    assert stream(1.0, 2.0, error="ABORTED").became([5, 8, 9, 11, 13]) == "WRONG"
+    assert stream(1.0, 2.0, error="ABORTED").became(replace(RIGHT, tokens=[5, 8, 9, 11, 13])) == "WRONG"
+    assert stream(1.0, 2.0, 3.0, 4.0, 5.0).became(replace(RIGHT, finish="stop")) == "MISTOLD"
 
 
 def test_percentile_is_by_rank() -> None:

@@ -52,3 +52,16 @@ def test_one_wrong_token_one_hang_one_leak_or_one_death_is_too_much() -> None:
     assert told["complaints"] == verdict.complaints()
     assert (told["seed"], told["requests"], told["well"], told["success"]) == (1, 1, 1, 1.0)
     assert "tally" not in told
+
+
+def test_aborts_that_nobody_hears_are_too_much() -> None:
+    heard = outcome(0, fate=Fate.ABORTS, went_away=True, choices={0: Choice([5], finish="abort")})
+    unheard = outcome(1, fate=Fate.ABORTS, went_away=True)
+    assert judged(heard, unheard).complaints() == []
+    assert judged(heard, unheard, unheard, unheard).complaints() == ["1 of 4 streams that were aborted ended by that"]
+
+
+def test_a_stream_that_its_deadline_had_to_end_hung_unless_tokens_came_until_then() -> None:
+    ended = {"error": "DEADLINE_EXCEEDED", "choices": {0: Choice([5])}, "seconds": 10.0}
+    assert judged(outcome(0, **ended, silent_s=9.0)).complaints() == ["1 hung"]
+    assert judged(outcome(0, **ended, silent_s=1.0)).complaints() == []
