@@ -30,7 +30,7 @@ class ReplayConfig:
     """How much recovery a router affords."""
 
     max_deaths: int = 2  # a request in flight at so many deaths (or twice as many silences) is failed and refused for a while
-    max_refusals: int = 8  # replays after a worker gave the request back (HandoffLost, Unavailable)
+    max_refusals: int = 8  # replays after a worker gave the request back; full ones in a row count once all have been asked
     quarantine_s: float = 60.0
     budget_share: float = 0.5  # replays per new request ..
     budget_floor: int = 64  # .. and this many a minute, beside everything alive once: see `ReplayBudget`
@@ -77,7 +77,7 @@ class Replays:
             flight.setbacks.begin(now_s)
         flight.setbacks.last = lost.error.message
         flight.setbacks.deaths += lost.death
-        flight.setbacks.refusals += not lost.death
+        flight.setbacks.refusals += not lost.death and (alone or not passes_on)
         try:
             self._check(flight, lost, alone=alone, num_live=num_live, now_s=now_s)
         except RequestError as verdict:
@@ -216,7 +216,8 @@ class ReplayBudget:
     def take(self, num_live: int, now_s: float) -> bool:
         """Whether one more replay may start now, with `num_live` requests alive."""
         size = self._floor + num_live
-        self._spent = max(0.0, self._spent - max(0.0, now_s - self._leaked_s) * size / WINDOW_S)
+        leaked = max(0.0, now_s - self._leaked_s) * size / WINDOW_S
+        self._spent = max(0.0, min(self._spent, size) - leaked)  # what was spent when more were alive is over in a minute, too
         self._leaked_s = max(self._leaked_s, now_s)
         if self._spent + 1.0 > size:
             return False

@@ -47,6 +47,7 @@ class WorkerNews:
         """There is no stream to a worker that registered, which has nothing to complain of itself: said when it refuses our API
         key, or after several attempts, of which this one is told, too."""
         if reason.startswith(grpc.StatusCode.UNAUTHENTICATED.name):
+            entry.reach.why_not = reason
             if not entry.reach.is_refusal_told:
                 entry.reach.is_refusal_told = True
                 log.error("%s worker %s refuses this router: %s", *_who(entry), reason)

@@ -158,7 +158,8 @@ def _colocated(
             f"--role colocated: got {len(devices)} devices, wanted {tp_p} for prefill and {tp_d} for decode; "
             "give more with --devices or lower --prefill-tp and --decode-tp"
         )
-    prefill = core_of(_logging_to(config, "prefill"), Role.PREFILL, devices[:tp_p], tp=tp_p)
+    no_copies = replace(config, scheduler=replace(config.scheduler, host_kv_bytes=0))  # P computes KV once and hands it over
+    prefill = core_of(_logging_to(no_copies, "prefill"), Role.PREFILL, devices[:tp_p], tp=tp_p)
     decode = core_of(_logging_to(config, "decode"), Role.DECODE, devices[tp_p:], tp=tp_d)
     deployment = Deployment(decode, loop, on_crash)
     deployment.num_executables += prefill.num_executables

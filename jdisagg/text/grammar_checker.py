@@ -33,7 +33,9 @@ def main() -> None:
     given = json.loads(sys.stdin.readline())
     vocabulary = Vocabulary(given["tokenizer_json"], given["size"], tuple(given["eos_token_ids"]))
     grammars = Grammars(vocabulary, most_kept=0)  # those before would take of what this one has
-    resource.setrlimit(resource.RLIMIT_AS, (_address_space() + _MOST_BYTES, resource.RLIM_INFINITY))
+    _, most = resource.getrlimit(resource.RLIMIT_AS)  # whoever started the server may have set one
+    wanted = _address_space() + _MOST_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(_STACK_BYTES)
     threading.excepthook = lambda _: os._exit(1)  # memory is at its end, or the library

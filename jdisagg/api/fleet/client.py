@@ -208,7 +208,8 @@ class FleetClient:
             return
         known.is_reached = not why
         if why:
-            where = (router, self._member.address, why, WHERE_TO_LOOK)
+            look = "its API key and this worker's" if why.startswith(grpc.StatusCode.UNAUTHENTICATED.name) else WHERE_TO_LOOK
+            where = (router, self._member.address, why, look)
             log.warning("router %s does not reach this worker at %s: %s; look at %s", *where)
         else:
             log.info("router %s reaches this worker", router)

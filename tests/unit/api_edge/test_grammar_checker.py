@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import io
+import json
+import resource
 import sys
 from collections.abc import Callable
 from time import monotonic
@@ -14,6 +17,7 @@ import pytest
 from jdisagg.api.generation.grammar_gate import GrammarGate
 from jdisagg.core.errors import Unavailable
 from jdisagg.core.metrics import Metrics
+from jdisagg.text import grammar_checker
 from jdisagg.text.grammar_checker import MOST_S
 from tests.unit.api_edge.gate_rig import ENDLESS, GOOD
 from tests.unit.text.grammar_rig import demo_vocabulary, regex
@@ -88,3 +92,23 @@ def test_the_checker_ends_with_its_server_whatever_ended_that(doing: str) -> Non
 
 def _runs(process: psutil.Process) -> Callable[[], bool]:
     return lambda: process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(("hard", "asked"), [(resource.RLIM_INFINITY, None), (2**40, None), (2**20, 2**20)])
+def test_a_limit_that_whoever_started_the_server_has_set_is_kept(
+    hard: int, asked: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To raise it is refused, where one may not."""
+    limits = dict[int, tuple[int, int]]()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (hard, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, pair: limits.update({kind: pair}))
+    for owner, name in ((grammar_checker.threading, "stack_size"), (grammar_checker.signal, "signal")):
+        monkeypatch.setattr(owner, name, lambda *_: None)
+    monkeypatch.setattr(grammar_checker.threading, "excepthook", None)
+    vocabulary = demo_vocabulary()
+    given = {"tokenizer_json": vocabulary.tokenizer_json, "size": vocabulary.size, "eos_token_ids": vocabulary.eos_token_ids}
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(given) + "\n"))
+    grammar_checker.main()
+    soft, kept = limits[resource.RLIMIT_AS]
+    assert kept == hard
+    assert 2**27 < soft < 2**40 if asked is None else soft == asked

@@ -26,6 +26,13 @@ def test_it_comes_back_by_its_size_in_a_window_and_by_a_share_of_new_requests() 
     assert sum(budget.take(0, 100 * WINDOW_S) for _ in range(9)) == 4  # and never beyond its size
 
 
+def test_what_was_spent_when_many_were_alive_is_over_within_a_minute_when_few_are() -> None:
+    budget = ReplayBudget(share=0.5, floor=64)
+    assert sum(budget.take(2000, 0.0) for _ in range(1000)) == 1000
+    assert not budget.take(20, 0.0)
+    assert sum(budget.take(20, WINDOW_S) for _ in range(100)) == 84
+
+
 @given(
     st.lists(st.tuples(st.sampled_from(["new", "replay"]), st.floats(0, 1)), max_size=200),
     st.floats(0, 1),

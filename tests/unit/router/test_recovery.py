@@ -88,6 +88,21 @@ def test_nobody_pauses_who_has_another_worker_to_ask_or_whose_worker_died() -> N
     assert rig.die(1, alone=True) == 0.0
 
 
+def test_each_of_many_full_workers_is_asked_once_and_only_then_are_refusals_counted() -> None:
+    rig = Rig(max_refusals=2)
+    pauses = [rig.lose(Overloaded("full", retry_after_s=5.0)) for _ in range(20)]
+    assert pauses == [0.0] * 20
+    with pytest.raises(Overloaded):
+        rig.lose(Overloaded("the last one", retry_after_s=5.0), alone=True)
+    accepted = Rig(max_refusals=2)
+    accepted.die(1)  # it waited there, and goes on asking while the others are full
+    for _ in range(20):
+        accepted.lose(Overloaded("full"))
+    assert [accepted.lose(Overloaded("full"), alone=True) for _ in range(2)] == [0.1, 0.2]
+    with pytest.raises(Overloaded):
+        accepted.lose(Overloaded("full"), alone=True)
+
+
 @pytest.mark.parametrize("order", [(5.0, 3.0, 7.0), (3.0, 5.0, 7.0), (7.0, 5.0, 3.0)])
 def test_the_client_of_a_full_fleet_hears_the_soonest_time_that_any_worker_named(order: tuple[float, ...]) -> None:
     rig = Rig()

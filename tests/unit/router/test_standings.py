@@ -10,12 +10,14 @@ from time import monotonic
 import pytest
 
 from jdisagg.core.fleet import SUSPECT_S, Member, Standing, State
+from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Role
 from jdisagg.router import fleet_gauges
 from jdisagg.router.entry import Entry, RunStream
 from jdisagg.router.fleet import Fleet
 from jdisagg.router.partners import Partners
 from jdisagg.router.standings import NO_PARTNER, standing_among
+from jdisagg.router.worker_news import WorkerNews
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.rig import stop
 from tests.unit.router.test_late_registrations import MEMBER
@@ -48,6 +50,16 @@ def test_a_worker_that_decodes_is_connecting_until_its_stream_stands_and_unreach
     assert standing(entry, NOW_S) == Standing(State.CONNECTING, "", 0)
     entry.reach.why_not = "UNAVAILABLE: refused"
     assert standing(entry, NOW_S) == Standing(State.UNREACHED, "UNAVAILABLE: refused", 0)
+
+
+def test_a_worker_that_refuses_the_routers_key_is_unreached_at_once_and_its_log_has_it_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    entry, why = worker(linked=False), "UNAUTHENTICATED: missing or wrong API key"
+    for _ in range(3):
+        WorkerNews(Metrics(engine=False).fleet.lost).not_linked(entry, why)
+    assert standing(entry, NOW_S) == Standing(State.UNREACHED, why, 0)
+    assert caplog.text.count("refuses this router") == 1
 
 
 def test_a_worker_whose_stream_says_nothing_is_silent_whatever_it_said_last() -> None:
