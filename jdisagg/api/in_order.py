@@ -52,6 +52,11 @@ class InOrder(Generic[From, To]):
         if self._bug is not None:
             raise self._bug
 
+    @property
+    def has_waiting(self) -> bool:
+        """Some are not delivered yet."""
+        return bool(self._behind) and not self._closed and self._bug is None
+
     def close(self) -> None:
         """Deliver nothing more; idempotent."""
         self._closed = True

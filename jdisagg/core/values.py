@@ -126,6 +126,8 @@ def _string(raw: object, where: str) -> str:
         fail(where, raw, "a non-empty string")
     if "\0" in raw:
         fail(where, raw, "a string without NUL, which no path may hold")
+    if any("\ud800" <= char <= "\udfff" for char in raw):  # so Python spells bytes of the command line that are none
+        fail(where, raw, "text in UTF-8")
     return raw
 
 

@@ -199,7 +199,7 @@ class ReplayBudget:
     times.
 
     A bucket that fills with replays and leaks. It holds everything that is alive once, plus a floor, so one death never fails
-    for lack of budget; it leaks its own size per minute, and a share of every new request. Time is passed in.
+    for lack of budget; it leaks its size per minute, and a share of every new request. Time is passed in.
     """
 
     def __init__(self, share: float, floor: int) -> None:
@@ -207,6 +207,7 @@ class ReplayBudget:
         self._share = share
         self._floor = floor
         self._spent = 0.0
+        self._largest = 0  # it has been since nothing was spent: so what many alive have spent is over in a minute, too
         self._leaked_s = 0.0
 
     def admitted(self) -> None:
@@ -216,8 +217,8 @@ class ReplayBudget:
     def take(self, num_live: int, now_s: float) -> bool:
         """Whether one more replay may start now, with `num_live` requests alive."""
         size = self._floor + num_live
-        leaked = max(0.0, now_s - self._leaked_s) * size / WINDOW_S
-        self._spent = max(0.0, min(self._spent, size) - leaked)  # what was spent when more were alive is over in a minute, too
+        self._largest = max(size, self._largest if self._spent else 0)
+        self._spent = max(0.0, self._spent - max(0.0, now_s - self._leaked_s) * self._largest / WINDOW_S)
         self._leaked_s = max(self._leaked_s, now_s)
         if self._spent + 1.0 > size:
             return False

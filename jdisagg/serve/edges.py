@@ -62,6 +62,7 @@ class Edges:
         core = deployment.core
         self._metrics = metrics = core.metrics
         edge: Edge | None = None
+        self._runs: WorkerService | None = None
         names = ["AdminService", "KVEventsService"]
         if text is None:
             generation_pb2_grpc.add_GenerationServiceServicer_to_server(NotHere(), server)
@@ -69,9 +70,8 @@ class Edges:
             names += ["GenerationService", "WorkerService"]
             edge = make_edge(self.engine, text, config.server, config.model, metrics, grammars=deployment.gate)
             generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), server)
-            worker_pb2_grpc.add_WorkerServiceServicer_to_server(
-                WorkerService(self.engine, config.transfer, core.grammars, worker=core.worker, epoch=core.epoch), server
-            )
+            self._runs = WorkerService(self.engine, config.transfer, core.grammars, worker=core.worker, epoch=core.epoch)
+            worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._runs, server)
         if deployment.peer_server is not None:
             names.append("PeerService")
             add_peer_service(deployment.peer_server, server)
@@ -144,9 +144,11 @@ class Edges:
         return await self.engine.drain(deadline_s)
 
     async def until_read(self, deadline_s: float) -> None:
-        """After `drain`: wait until clients have read their answers."""
+        """After `drain`: wait until clients have read their answers, and routers have taken theirs."""
         if self._edge is not None:
             await self._edge.until_read(deadline_s)
+        if self._runs is not None:
+            await self._runs.until_taken(deadline_s)
 
     async def close(self) -> None:
         """End registration and peer connections."""

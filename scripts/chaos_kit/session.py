@@ -22,7 +22,7 @@ from chaos_kit.reference import transformers_disagree, unified_answers
 from chaos_kit.striker import Striker
 from chaos_kit.tally import Tally
 from chaos_kit.traffic import Traffic, make_visits
-from chaos_kit.verdict import Verdict
+from chaos_kit.verdict import Counted, Verdict
 from jdisagg.core.config import Numerics
 
 DEADLINE_FACTOR = 20.0  # of the undisturbed latency
@@ -162,13 +162,15 @@ class Session:
         verdict.strikes = striker.strikes
         verdict.deaths = [f"{name}, exit status {status}: {tail}" for name, status, tail in self.fleet.ended[deaths_before:]]
         verdict.tracebacks = sorted(self._tracebacks() - tracebacks_before)
-        verdict.recoveries = watch.total("jdisagg_recoveries_total")
-        verdict.transfer_failures = watch.total("jdisagg_transfer_failures_total")
-        verdict.forwarded_bytes = self._forwarded_bytes() - forwarded_before
-        verdict.compiles = watch.total("jdisagg_compiles_after_ready_total")
-        verdict.retractions = int(sum(watch.total("jdisagg_retractions").values()))
-        verdict.host_tokens = watch.total("jdisagg_host_kv_tokens")
-        verdict.verified_bytes = sum(watch.total("jdisagg_transfer_bytes_total").values())
+        verdict.counted = Counted(
+            recoveries=watch.total("jdisagg_recoveries_total"),
+            transfer_failures=watch.total("jdisagg_transfer_failures_total"),
+            compiles=watch.total("jdisagg_compiles_after_ready_total"),
+            retractions=int(sum(watch.total("jdisagg_retractions").values())),
+            host_tokens=watch.total("jdisagg_host_kv_tokens"),
+            forwarded_bytes=self._forwarded_bytes() - forwarded_before,
+            verified_bytes=sum(watch.total("jdisagg_transfer_bytes_total").values()),
+        )
         verdict.tally.take(traffic.outcomes, self._catalogue, self._answers)
         verdict.faults = self._faults(striker, traffic.outcomes, self._drilled() - drilled_before)
         return verdict

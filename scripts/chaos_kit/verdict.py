@@ -11,6 +11,30 @@ from chaos_kit.striker import Strike
 from chaos_kit.tally import LEAST_SUCCESS, Tally
 
 
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """By the processes themselves, and by the forwarders between them."""
+
+    recoveries: dict[str, float] = field(default_factory=dict)
+    transfer_failures: dict[str, float] = field(default_factory=dict)
+    compiles: dict[str, float] = field(default_factory=dict)  # by processes that had said READY
+    retractions: int = 0
+    host_tokens: dict[str, float] = field(default_factory=dict)  # of what was retracted: KV to host memory and back
+    forwarded_bytes: int = 0  # from P to D, as the forwarders saw them: what was sent again or spoilt included
+    verified_bytes: float = 0.0  # of KV, as the D counted them
+
+    def lines(self) -> list[str]:
+        """For people."""
+        moved = f"{self.forwarded_bytes / 1e6:.1f} MB left P, {self.verified_bytes / 1e6:.1f} MB of KV verified at D"
+        copied = _counts(self.host_tokens) or "none"
+        return [
+            "  recoveries: " + (_counts(self.recoveries) or "none"),
+            "  failed transfers: " + (_counts(self.transfer_failures) or "none"),
+            f"  retracted: {self.retractions}; tokens to host memory and back: {copied}",
+            f"  bytes: {moved}",
+        ]
+
+
 @dataclass(kw_only=True)
 class Verdict:
     """One seed's run."""
@@ -20,16 +44,8 @@ class Verdict:
     seconds: float = 0.0
     strikes: list[Strike] = field(default_factory=list)
     faults: dict[str, tuple[int, int]] = field(default_factory=dict)  # kind -> (fired, hit a live transfer)
-    recoveries: dict[str, float] = field(default_factory=dict)
-    transfer_failures: dict[str, float] = field(default_factory=dict)
-    compiles: dict[str, float] = field(default_factory=dict)  # by processes that had said READY
-    lives: dict[str, tuple[int, int]] = field(
-        default_factory=dict
-    )  # of processes, by role: all, and those whose memory was judged
-    retractions: int = 0
-    host_tokens: dict[str, float] = field(default_factory=dict)  # of what was retracted: KV to host memory and back
-    forwarded_bytes: int = 0  # from P to D, as the forwarders saw them: what was sent again or spoilt included
-    verified_bytes: float = 0.0  # of KV, as the D counted them
+    counted: Counted = field(default_factory=Counted)
+    lives: dict[str, tuple[int, int]] = field(default_factory=dict)  # role -> (processes, those whose memory was judged)
     leaks: list[str] = field(default_factory=list)
     deaths: list[str] = field(default_factory=list)  # of processes nobody struck
     tracebacks: list[str] = field(default_factory=list)  # in logs: whatever is done to a worker, it knows what that is
@@ -41,7 +57,7 @@ class Verdict:
         found += [f"leak: {leak}" for leak in self.leaks]
         found += [f"died by itself: {death}" for death in self.deaths]
         found += [f"traceback in a log: {line}" for line in self.tracebacks]
-        found += [f"compiled after READY: {count:g} {name}" for name, count in self.compiles.items()]
+        found += [f"compiled after READY: {count:g} {name}" for name, count in self.counted.compiles.items()]
         found += self.problems
         if not tally.enough:
             found.append(f"{tally.success:.2%} ended well, wanted {LEAST_SUCCESS:.1%}: {dict(tally.failures)}")
@@ -50,8 +66,9 @@ class Verdict:
     def as_json(self) -> dict[str, Any]:
         """Everything, JSON-able."""
         strikes = [asdict(strike) for strike in self.strikes]
-        everything = vars(self) | vars(self.tally)
-        summary = {name: value for name, value in everything.items() if name not in ("latencies_s", "strikes", "tally")}
+        everything = vars(self) | vars(self.tally) | vars(self.counted)
+        left_out = ("latencies_s", "strikes", "tally", "counted")
+        summary = {name: value for name, value in everything.items() if name not in left_out}
         return summary | {
             "success": self.tally.success,
             "latency_s": {f"p{share}": self.tally.latency_s(share / 100) for share in (50, 99, 100)},
@@ -79,13 +96,7 @@ class Verdict:
             after = f"{max(strike.whole_after_s for strike in mine):.1f}" if mine else ""
             victims = ", ".join(f"{name} {n}" for name, n in sorted(Counter(strike.victim for strike in mine).items()))
             lines.append(f"  {kind:<20}{fired:>7}{live:>7}   {after:<24} {victims}")
-        lines.append("  recoveries: " + (_counts(self.recoveries) or "none"))
-        lines.append("  failed transfers: " + (_counts(self.transfer_failures) or "none"))
-        lines.append(
-            f"  retracted: {self.retractions}; tokens to host memory and back: " + (_counts(self.host_tokens) or "none")
-        )
-        moved = f"{self.forwarded_bytes / 1e6:.1f} MB left P, {self.verified_bytes / 1e6:.1f} MB of KV verified at D"
-        lines.append(f"  bytes: {moved}")
+        lines += self.counted.lines()
         lines.append(f"  aborts that ended their stream: {tally.aborted} of {tally.told_to_end}")
         judged = ", ".join(f"{role} {num_judged} of {count}" for role, (count, num_judged) in sorted(self.lives.items()))
         lines.append(f"  lives long enough to see memory grow: {judged or 'none'}")

@@ -65,10 +65,10 @@ def test_no_fault_costs_a_token_or_leaves_anything_behind(fleet: Chaos, seed: in
     assert fired >= {*SCRIPTED, *IN_WORKERS}
     live = {kind for kind in SCRIPTED if verdict.faults[kind][1]}
     assert len(live) >= 6, verdict.faults  # the others waited for a transfer that did not come
-    rungs = "".join(verdict.recoveries)
+    rungs = "".join(verdict.counted.recoveries)
     assert all(rung in rungs for rung in ("refetch", "other_prefill", "replay"))
-    assert sum(verdict.transfer_failures.values()) >= 10
-    assert verdict.retractions
+    assert sum(verdict.counted.transfer_failures.values()) >= 10
+    assert verdict.counted.retractions
 
 
 def test_the_harness_sees_what_checksums_leases_and_attempts_prevent(

@@ -41,6 +41,7 @@ from jdisagg.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
+_LOOK_S = 0.02
 MOST_PROMPTS = 4  # of several choices, that are known while those choices come
 
 
@@ -87,7 +88,19 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._grammars = grammars
         self._config = config
         self._runs: dict[str, _RunStream] = {}  # by router, the newest
-        self.num_streams = 0  # of routers that are connected
+        self._streams: set[_RunStream] = set()  # of routers that are connected
+
+    @property
+    def num_streams(self) -> int:
+        """Routers that are connected; one that opens anew may count twice for a moment."""
+        return len(self._streams)
+
+    async def until_taken(self, deadline_s: float) -> None:
+        """Once the engine has ended: wait until routers have taken what it said."""
+        while (num_behind := sum(run.is_behind for run in self._streams)) and monotonic() < deadline_s:
+            await asyncio.sleep(_LOOK_S)
+        if num_behind:
+            log.warning("routers that have not taken all outputs by the end of --drain-s: %d", num_behind)
 
     async def Run(self, request_iterator: AsyncIterator[worker_pb2.RunRequest], context: grpc.aio.ServicerContext) -> None:
         """Serve one router until it goes away."""
@@ -97,11 +110,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         read = asyncio.create_task(run.read(request_iterator, pulse))
         write = asyncio.create_task(run.write(context))
         beat = asyncio.create_task(pulse.run(run.beat))
-        self.num_streams += 1
+        self._streams.add(run)
         try:
             done, _ = await asyncio.wait({read, write, beat, run.superseded}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self.num_streams -= 1
+            self._streams.discard(run)
             if self._runs.get(run.router) is run:
                 del self._runs[run.router]
             run.end()
@@ -150,6 +163,7 @@ class _RunStream:
         self._prompts: dict[str, tuple[int, ...]] = {}  # of the latest choices to have come, by fork group
         self._outputs = OutputBacklog()
         self._encoded = InOrder(encode_output, self._append)
+        self._is_writing = False  # outputs
         self._heartbeat_due = True
         self._wake = asyncio.Event()
         self._sink = partial(call_on, loop, self._deliver)  # one object: the engine groups a tick's outputs by sink
@@ -185,7 +199,14 @@ class _RunStream:
             message = worker_pb2.RunResponse(outputs=outputs, load=encode_load(self._engine.load))
             if heartbeat:
                 message.heartbeat.ticks = self._engine.ticks
+            self._is_writing = bool(outputs)
             await context.write(message)
+            self._is_writing = False
+
+    @property
+    def is_behind(self) -> bool:
+        """There are outputs that the router has not taken."""
+        return self._is_writing or bool(self._outputs) or self._encoded.has_waiting
 
     def beat(self) -> None:
         """Have the next message carry the tick counter, and send one."""

@@ -4,7 +4,7 @@ from chaos_kit.catalogue import Entry
 from chaos_kit.choice import Choice
 from chaos_kit.outcome import Fate, Outcome, Visit
 from chaos_kit.tally import Tally
-from chaos_kit.verdict import Verdict
+from chaos_kit.verdict import Counted, Verdict
 
 ENTRY = Entry(prompt=(1,), sampling={"temperature": 0.0, "max_tokens": 2})
 RIGHT = {0: Choice([5, 7])}
@@ -40,7 +40,7 @@ def test_one_wrong_token_one_hang_one_leak_or_one_death_is_too_much() -> None:
     verdict = judged(outcome(0))
     verdict.leaks, verdict.deaths = ["P1: 5 pages"], ["D1, exit status 70"]
     verdict.tracebacks = ["P1: 12:00 E Traceback (most recent call last)"]
-    verdict.compiles = {"jdisagg_compiles_after_ready_total": 2.0}
+    verdict.counted = Counted(compiles={"jdisagg_compiles_after_ready_total": 2.0})
     assert verdict.complaints() == [
         "leak: P1: 5 pages",
         "died by itself: D1, exit status 70",
@@ -51,7 +51,8 @@ def test_one_wrong_token_one_hang_one_leak_or_one_death_is_too_much() -> None:
     told = verdict.as_json()
     assert told["complaints"] == verdict.complaints()
     assert (told["seed"], told["requests"], told["well"], told["success"]) == (1, 1, 1, 1.0)
-    assert "tally" not in told
+    assert told["compiles"] == verdict.counted.compiles
+    assert not {"tally", "counted"} & told.keys()
 
 
 def test_aborts_that_nobody_hears_are_too_much() -> None:

@@ -1,5 +1,6 @@
 """Flags and TOML files become a Config, or one line that says what to change."""
 
+import os
 import subprocess
 import sys
 from dataclasses import fields
@@ -180,6 +181,11 @@ def test_a_bad_flag_says_what_it_got_and_what_to_change(argv: list[str], wanted:
 
 def test_who_decodes_nothing_needs_no_step_for_all_its_slots() -> None:
     assert load("--role", "prefill", "--max-num-batched-tokens", "4").scheduler.max_num_batched_tokens == 4
+
+
+def test_bytes_of_the_command_line_that_are_no_text_are_refused() -> None:
+    name = os.fsdecode(b"caf\xe9")
+    assert "--served-model-name: got 'caf\\udce9', wanted text in UTF-8" in message("--served-model-name", name)
 
 
 @pytest.mark.parametrize(

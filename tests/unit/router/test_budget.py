@@ -30,6 +30,7 @@ def test_what_was_spent_when_many_were_alive_is_over_within_a_minute_when_few_ar
     budget = ReplayBudget(share=0.5, floor=64)
     assert sum(budget.take(2000, 0.0) for _ in range(1000)) == 1000
     assert not budget.take(20, 0.0)
+    assert sum(budget.take(20, WINDOW_S / 3) for _ in range(100)) == 0, "a third of 2,064 is over"
     assert sum(budget.take(20, WINDOW_S) for _ in range(100)) == 84
 
 

@@ -108,7 +108,9 @@ def test_what_fits_no_message_goes_on_in_the_next_one_in_order() -> None:
     assert [one.token_ids for one in taken(backlog)] == [(1, 2)]
 
 
-def test_a_router_that_reads_late_gets_all_tokens_in_fewer_outputs() -> None:
+def test_a_router_that_reads_late_gets_all_tokens_in_fewer_outputs_and_is_waited_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def body() -> None:
         worker = await FakeWorker(()).start()
         asked = [request(f"r{i}", prompt=(i, 1), sampling=SamplingParams(max_tokens=300)) for i in range(60)]
@@ -125,12 +127,16 @@ def test_a_router_that_reads_late_gets_all_tokens_in_fewer_outputs() -> None:
             beating = asyncio.create_task(beat())
             await until(lambda: len(worker.engine.live) == len(asked))
             await until(lambda: not worker.engine.live)  # 18,000 tokens, and nothing is read
+            await worker.service.until_taken(monotonic() + 0.2)
+            assert "routers that have not taken all outputs by the end of --drain-s: 1" in caplog.text
+            waiting = asyncio.create_task(worker.service.until_taken(monotonic() + 60.0))
             outputs, ends = list[Output](), 0
             async for message in call:
                 outputs += map(decode_output, message.outputs)
                 ends += sum(bool(one.finish) for one in message.outputs)
                 if ends == len(asked):
                     break
+            await waiting  # for no longer than that
             beating.cancel()
             await asyncio.gather(beating, return_exceptions=True)
             call.cancel()
