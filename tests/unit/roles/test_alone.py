@@ -32,6 +32,8 @@ def test_each_role_passes_its_self_test_without_the_other(role: Role, monkeypatc
     assert engine.loop is not None
     monkeypatch.setattr(engine.runner, "dispatch", answer)
     monkeypatch.setattr(engine.runner, "collect", lambda result: result)
+    salts, begin = [], engine.loop.self_test
+    monkeypatch.setattr(engine.loop, "self_test", lambda asked, *rest: (salts.append(asked.cache_salt), begin(asked, *rest)))
     crashes: list[BaseException] = []
     thread = EngineThread(engine.loop, name="engine", on_crash=crashes.append)
     thread.start()
@@ -46,6 +48,7 @@ def test_each_role_passes_its_self_test_without_the_other(role: Role, monkeypatc
     steps = engine.scheduler.stats
     if role is Role.DECODE:
         assert (steps.prefill_tokens, world.wire.num_opened) == (0, 0), "its KV came from nobody"
+        assert len({*salts, "self-test"}) == 3, "so no client may find it"
     else:
         assert steps.prefill_tokens > 0
     world.assert_quiescent()
