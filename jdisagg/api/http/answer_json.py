@@ -38,6 +38,11 @@ def encode_event(event: dict[str, Any]) -> bytes:
     return _in_one_line(_ENCODER.encode(event)).encode()
 
 
+def long_event(event: dict[str, Any]) -> bytes:
+    """As `encode_event`, in the way of `long_json`."""
+    return "".join(map(_in_one_line, _pieces(event, _LEVELS))).encode()
+
+
 class PlainChunks:
     """Chunks of one answer that bring text and nothing else, most of them: but for their text they are all alike, and written
     once. They show nothing of a delta but text, unless it ends a choice or has log-probabilities."""

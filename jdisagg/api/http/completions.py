@@ -14,7 +14,7 @@ from starlette.responses import Response
 from jdisagg.api.generation.choice import ChoiceResult, Delta, Transcript, has_many_scores
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import DEFAULT_MAX_TOKENS, Job, TextRequest
-from jdisagg.api.http.answer_json import PlainChunks, long_json, whole_response
+from jdisagg.api.http.answer_json import PlainChunks, long_event, whole_response
 from jdisagg.api.http.body import Body, read_body
 from jdisagg.api.http.connection import Event, open_stream, while_connected
 from jdisagg.api.http.parameters import (
@@ -103,7 +103,7 @@ class _Answer:
                 if plain is not None and (chunk := plain.chunk(delta, transcript.fingerprint)) is not None:
                     yield chunk
                 elif has_many_scores([delta]):
-                    yield await self._edge.beside(lambda delta=delta: long_json(self._event(delta, transcript)))
+                    yield await self._edge.beside(lambda delta=delta: long_event(self._event(delta, transcript)))
                 elif event := self._chunk(delta, transcript):
                     yield event
         if self._options.include_usage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from typing import Any, get_args
 
@@ -69,6 +70,22 @@ def test_who_waits_no_longer_does_not_let_the_next_one_begin_beside_its_thread(t
             assert await second == "second"
 
     run(body())
+
+
+def test_an_event_of_many_scores_is_one_line_for_whoever_ends_lines_as_python_does(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        engine = FakeEngine(tokenizer, "fox", max_model_len=1000)
+        async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            prompt = "\x85\u2028\u2029" * 50
+            asked = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 1, "stream": True}
+            answer = await http.post("/v1/completions", json=asked)
+            assert len(prompt.encode()) > LONG_POSITIONS, "a token each"
+            *lines, done = filter(None, answer.text.splitlines())
+            assert done == "data: [DONE]"
+            texts = [json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines]
+            assert "".join(texts).startswith(prompt)
+
+    run(check())
 
 
 def test_scores_that_their_reader_has_already_are_not_kept() -> None:
