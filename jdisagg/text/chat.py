@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from typing import Any, NoReturn
@@ -20,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jdisagg.core.errors import ConfigError, InvalidRequest
 from jdisagg.text.content_form import ContentForm, find_form, in_form
+from jdisagg.text.developers import as_one_system, as_systems, has_developer
 
 _STUMBLES = (  # over what clients send
     *(TypeError, ValueError, LookupError, ArithmeticError, AttributeError),
@@ -79,9 +81,18 @@ class ChatTemplate:
         """The prompt text. The content of a message is a string or a list of text parts; the template gets it in the form that
         it reads. Raises InvalidRequest when the template refuses the messages."""
         template, form = (self._template, self._form) if tools is None else (self._tool_template, self._tool_form)
-        older = {} if template in self._of_developers else {"role": "system"}  # OpenAI's name for it before
-        given = [in_form(form, {**message, **(older if message.get("role") == "developer" else {})}) for message in messages]
-        return self._fill(template, given, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
+        given = [in_form(form, dict(message)) for message in messages]
+        fill = partial(self._fill, template, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
+        if template in self._of_developers or not has_developer(given):
+            return fill(given)
+        in_place = as_systems(given)
+        try:
+            return fill(in_place)
+        except InvalidRequest:
+            if (in_front := as_one_system(given)) != in_place:
+                with suppress(InvalidRequest):
+                    return fill(in_front)
+            raise
 
     def _fill(
         self,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jdisagg.core.errors import ConfigError
+from jdisagg.core.errors import ConfigError, InvalidRequest
 from jdisagg.text.chat import ChatTemplate
 
 TEXT = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -61,6 +61,49 @@ def test_a_developer_message_is_a_system_message_for_a_template_that_knows_no_ot
     messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     assert ChatTemplate(source, {}, tool_source).render(messages) == prompt
     assert messages[0]["role"] == "developer"
+
+
+STRICT = (  # Qwen3.5's, in short
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+LAST_COUNTS = (  # DeepSeek's distillations of R1: of several system messages it shows the last
+    "{% set said = namespace(of='') %}{% for m in messages if m.role == 'system' %}{% set said.of = m.content %}{% endfor %}"
+    "<system>{{ said.of }}{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("roles", "prompt"),
+    [
+        ("system developer user", "<system>0\n\n1<user>2"),
+        ("developer system user", "<system>0\n\n1<user>2"),
+        ("developer developer user", "<system>0\n\n1<user>2"),
+        ("developer user", "<system>0<user>1"),
+    ],
+)
+@pytest.mark.parametrize("source", [QWEN, STRICT, LAST_COUNTS])
+def test_what_developer_and_system_say_first_is_one_system_message(source: str, roles: str, prompt: str) -> None:
+    messages = [{"role": role, "content": str(number)} for number, role in enumerate(roles.split())]
+    assert ChatTemplate(source, {}).render(messages) == prompt
+    of_parts = source.replace("m.content", "m.content | map(attribute='text') | join('&')")
+    assert ChatTemplate(of_parts, {}).render(messages) == prompt.replace("\n\n", "&")
+
+
+@pytest.mark.parametrize(
+    ("source", "prompt"),
+    [
+        (QWEN, "<system>0<user>1<system>2<user>3<system>4"),
+        (STRICT, "<system>0\n\n2\n\n4<user>1<user>3"),
+        (QWEN + "{# developer #}", "<system>0<user>1<user>3<system>4"),
+    ],
+)
+def test_a_later_developer_message_stays_in_its_place_unless_the_template_refuses_it_there(source: str, prompt: str) -> None:
+    roles = ("system", "user", "developer", "user", "system")
+    messages = [{"role": role, "content": str(number)} for number, role in enumerate(roles)]
+    assert ChatTemplate(source, {}).render(messages) == prompt
+    with pytest.raises(InvalidRequest, match="refuses these messages: first"):  # the client's own
+        ChatTemplate(STRICT, {}).render([message for message in messages if message["role"] != "developer"])
 
 
 GUARD = (  # Llama Guard's
