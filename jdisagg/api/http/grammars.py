@@ -1,6 +1,7 @@
 """What the answer has to be: OpenAI's, vLLM's and SGLang's fields for it, all read as one grammar.
 
-    response_format     {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": ..}}
+    response_format     {"type": "json_object"}, with a schema as Together, Fireworks and llama.cpp have it, or
+                        {"type": "json_schema", "json_schema": {"schema": ..}}
     structured_outputs  an object with one of json, regex, choice, grammar (Lark, as llguidance reads it), json_object
     guided_..           the same, as vLLM called them before: guided_json, guided_regex, ..
     json_schema, regex  SGLang's
@@ -26,6 +27,7 @@ from jdisagg.core.requests import Grammar, GrammarKind
 MAX_CHOICES = 1000
 GRAMMAR = "grammar"  # as intake calls the field
 _ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
+_ANY_JSON = Grammar(GrammarKind.JSON_SCHEMA, "{}")
 _NOTHING = (None, False, "")  # but {} is a schema, and [] no choice
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _UNSERVED_OUTPUTS = {
@@ -67,7 +69,8 @@ def _response_format(body: Body) -> Grammar | None:
         case "text":
             return None
         case "json_object":
-            return _ANY_OBJECT
+            found = _schema(Body(response_format, where="response_format."), "schema")
+            return _ANY_OBJECT if found in (None, _ANY_JSON) else found
         case "json_schema":
             where = "response_format.json_schema"
             if not isinstance(described := response_format.get("json_schema"), dict):

@@ -80,6 +80,7 @@ _SHARED: dict[str, Any] = {
         "type": "object",
         "properties": {
             "type": {"enum": ["text", "json_object", "json_schema"]},
+            "schema": _JSON_SCHEMA | {"description": "of a json_object"},
             "json_schema": {"type": "object", "properties": {"schema": {"type": "object"}}, "required": ["schema"]},
         },
         "required": ["type"],

@@ -33,6 +33,8 @@ REGEX, LARK = Grammar(GrammarKind.REGEX, "a+"), Grammar(GrammarKind.LARK, "start
 OPENAI = {"name": "x", "description": "y", "strict": True, "schema": SCHEMA}
 READ: list[tuple[str, Any, Grammar]] = [
     ("response_format", {"type": "json_object"}, OBJECT),
+    *(("response_format", {"type": "json_object", "schema": nothing}, OBJECT) for nothing in (None, {}, "{}", False, "")),
+    *(("response_format", {"type": "json_object", "schema": schema}, JSON) for schema in (SCHEMA, TEXT)),
     ("response_format", {"type": "json_schema", "json_schema": OPENAI}, JSON),
     ("response_format", {"type": "json_schema", "json_schema": {"schema": {}}}, ANY_JSON),
     ("structured_outputs.json", SCHEMA, JSON),
@@ -140,6 +142,13 @@ def test_a_grammar_that_does_not_compile_is_refused_by_the_name_of_its_field(tok
             assert served.engine.requests == []
 
     run(check())
+
+
+def test_a_wrong_schema_of_a_json_object_is_refused_by_its_name() -> None:
+    for schema in ([], 7, "[]", "{"):
+        with pytest.raises(InvalidRequest, match=r"response_format\.schema: ") as caught:
+            read_grammar(Body({"response_format": {"type": "json_object", "schema": schema}}))
+        assert caught.value.field == "response_format.schema"
 
 
 def test_grpc_clients_send_the_grammar_itself(tokenizer: Tokenizer) -> None:
