@@ -19,6 +19,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # OpenAI
 _ID_LENGTH = 9
 _NO_TEXT = ("", [], [text_part("")])
 _TEXT_PARTS = ("text", "input_text", "output_text")  # the latter as in OpenAI's Responses
+_ASSISTANT_PARTS = ("refusal", "thinking")  # whose text has their name
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "documents", "self"})
 
 
@@ -178,14 +179,15 @@ class _Arguments(dict[str, Any]):
 
 
 def _read_text(where: str, role: str, part: Any) -> str:
-    """Of an assistant's earlier message also what it refused with, which OpenAI has in parts of their own."""
+    """Of an assistant's earlier message also what it refused with, which OpenAI has in parts of their own, and what it thought,
+    which is text to vLLM, too."""
     if isinstance(part, str):  # as vLLM takes them
         return part
     if not isinstance(part, dict):
         told = f"{where}.content: its parts must be objects or strings; got {part!r:.40}"
         raise InvalidRequest(told, field=f"{where}.content")
     kind = part.get("type")
-    name = "refusal" if kind == "refusal" and role == "assistant" else "text"
+    name = kind if kind in _ASSISTANT_PARTS and role == "assistant" else "text"
     if kind not in (_TEXT_PARTS if name == "text" else (name,)) or not isinstance(part.get(name), str):
         raise InvalidRequest(f"{where}.content: only parts of type 'text' are served; got {kind!r}", field=f"{where}.content")
     return part[name]

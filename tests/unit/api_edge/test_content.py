@@ -55,9 +55,16 @@ def test_parts_are_lines_of_one_string(role: str, content: list[str | dict[str, 
     assert prompt_of(OF_STRINGS, *messages) == f"user:hi;{role}:{text};"
 
 
-def test_a_refusal_in_a_history_is_what_the_assistant_said() -> None:
-    messages = {"role": "user", "content": "hi"}, {"role": "assistant", "content": REFUSED[1:]}
-    assert prompt_of(OF_STRINGS, *messages) == "user:hi;assistant:I won't.;"
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (REFUSED[1:], "I won't."),
+        ([{"type": "thinking", "thinking": "Hm.", "signature": "x"}, part("Yes.")], "Hm.\nYes."),  # litellm's hosted_vllm
+    ],
+)
+def test_a_refusal_or_a_thought_in_a_history_is_what_the_assistant_said(content: list[dict[str, str]], text: str) -> None:
+    messages = {"role": "user", "content": "hi"}, {"role": "assistant", "content": content}
+    assert prompt_of(OF_STRINGS, *messages) == f"user:hi;assistant:{text};"
 
 
 @pytest.mark.parametrize(
@@ -66,6 +73,8 @@ def test_a_refusal_in_a_history_is_what_the_assistant_said() -> None:
         ({"role": "user", "content": REFUSED}, "only parts of type 'text' are served; got 'refusal'"),
         ({"role": "assistant", "content": [{"type": "refusal", "text": "no"}]}, "got 'refusal'"),
         ({"role": "assistant", "content": [{"type": "refusal", "refusal": None}]}, "got 'refusal'"),
+        ({"role": "user", "content": [{"type": "thinking", "thinking": "Hm."}]}, "got 'thinking'"),
+        ({"role": "assistant", "content": [{"type": "thinking", "text": "Hm."}]}, "got 'thinking'"),
         ({"role": "assistant", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "got 'image_url'"),
         ({"role": "user", "content": [{"type": "input_image", "text": "x"}]}, "got 'input_image'"),
         ({"role": "user", "content": [{"type": "input_text", "input_text": "x"}]}, "got 'input_text'"),
