@@ -53,6 +53,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._special_tokens = dict(special_tokens)
+        self.has_two = tool_source is not None
         of_tools = source if tool_source is None else tool_source
         try:
             self._template = environment.from_string(source)

@@ -35,8 +35,22 @@ def render_prompt(body: Body, template: ChatTemplate | None) -> str:
         )
     add_generation_prompt = body.boolean("add_generation_prompt", True)
     tools, variables = _offered_tools(body, template), _template_kwargs(body)
-    render = partial(template.render, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
     texts = [_plain_message(index, message) for index, message in enumerate(messages)]
+    prompt_with = partial(_prompt, template, texts, add_generation_prompt=add_generation_prompt, **variables)
+    try:
+        return prompt_with(tools)
+    except InvalidRequest:
+        if tools is None and template.has_two and any(message.get("tool_calls") for message in texts):
+            with suppress(InvalidRequest):  # earlier calls may be shown by the template for tools alone
+                return prompt_with([])
+        raise
+
+
+def _prompt(
+    template: ChatTemplate, texts: list[dict[str, Any]], tools: list[dict[str, Any]] | None, /, **variables: Any
+) -> str:
+    """Raises InvalidRequest for what the template does not show."""
+    render = partial(template.render, tools=tools, **variables)
     prompt = _render(render, texts)
     is_doubtful = any(message["content"] for message in texts) and not template.is_text_shown(of_tools=tools is not None)
     if is_doubtful and not _is_seen(prompt, partial(_render, render, [message | {"content": ""} for message in texts])):

@@ -135,6 +135,24 @@ def test_calls_that_the_template_does_not_show_are_refused() -> None:
     assert render_prompt(Body({"messages": CALLED}), ChatTemplate(wants, {})) == "hi weather"
 
 
+PLAIN = "{% for m in messages %}{{ m.content }};{% endfor %}"  # Hermes' default
+NO_TOOL_ROLE = PLAIN + "{% for m in messages if m.role == 'tool' %}{{ raise_exception('role') }}{% endfor %}"
+OF_TOOLS = "{{ tools | length }}:" + OF_CALLS.replace("ARGUMENTS", "c.function.name")
+
+
+@pytest.mark.parametrize("plain", [PLAIN, NO_TOOL_ROLE])
+@pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}])
+def test_earlier_calls_are_shown_by_the_template_for_tools_where_none_are_offered(plain: str, fields: dict[str, Any]) -> None:
+    template = ChatTemplate(plain, {}, OF_TOOLS)
+    assert render_prompt(Body({"messages": CALLED} | fields), template) == "0:hi;;call weather;rain;"
+    assert render_prompt(Body({"messages": CALLED[:1]} | fields), template) == "hi;", "else the model's own"
+    shows = OF_CALLS.replace("ARGUMENTS", "1")
+    assert render_prompt(Body({"messages": CALLED} | fields), ChatTemplate(shows, {}, OF_TOOLS)) == "hi;;call 1;rain;"
+    for of_tools in (PLAIN, "{{ raise_exception('no tools') }}", None):
+        with pytest.raises(InvalidRequest, match=r"tool_calls: the chat template|these messages: role"):
+            render_prompt(Body({"messages": CALLED} | fields), ChatTemplate(plain, {}, of_tools))
+
+
 def test_a_template_that_refuses_calls_either_way_is_told_of() -> None:
     template = ChatTemplate(OF_CALLS.replace("ARGUMENTS", "raise_exception('no calls')"), {})
     with pytest.raises(InvalidRequest, match="no calls"):
