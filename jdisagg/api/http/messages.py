@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -79,11 +79,19 @@ def _render(render: Callable[[list[dict[str, Any]]], str], texts: list[dict[str,
     try:
         return render(objects)
     except InvalidRequest:
-        for others in (_as_some_want(objects), texts):
-            if others != objects:
-                with suppress(InvalidRequest):
-                    return render(others)
+        for others in _variants(objects, texts):
+            with suppress(InvalidRequest):
+                return render(others)
         raise
+
+
+def _variants(objects: list[dict[str, Any]], texts: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """For templates that refuse `objects`, which is `texts` with arguments of calls as objects where they are such."""
+    yield from (others for others in (_as_some_want(objects), texts) if others != objects)
+    readable = [_with_objects(message, always=True) for message in texts]
+    if readable != objects:
+        yield readable
+        yield _as_some_want(readable)
 
 
 def _as_some_want(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -159,26 +167,33 @@ def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+def _with_objects(message: dict[str, Any], *, always: bool = False) -> dict[str, Any]:
     """The message with arguments of its calls as objects."""
     calls = message.get("tool_calls")
-    return {**message, "tool_calls": [_with_object(call) for call in calls]} if isinstance(calls, list) else message
+    return {**message, "tool_calls": [_with_object(call, always) for call in calls]} if isinstance(calls, list) else message
 
 
-def _with_object(call: Any) -> Any:
-    """What is no object in JSON stays the text that the model wrote."""
+def _with_object(call: Any, always: bool) -> Any:
+    """What is no object in JSON stays the text that the model wrote, or is `always` an empty one: for templates that go through
+    them, which would refuse the rest of a chat for a call that the model once broke off."""
     if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict):
         return call
     if not isinstance(arguments := function.get("arguments"), str):
         return call
+    value = _object_of(arguments or "{}")
+    if value is None and not always:
+        return call
+    return {**call, "function": {**function, "arguments": _Arguments(value or {}, arguments or "{}")}}
+
+
+def _object_of(text: str) -> dict[str, Any] | None:
+    """None: it is none that a template could write."""
     try:
-        value = json.loads(arguments or "{}")
+        value = json.loads(text)
         json.dumps(value, ensure_ascii=False).encode()  # no half of a pair, see `read_body`
     except (ValueError, RecursionError):
-        return call
-    if not isinstance(value, dict) or is_too_deep(value):
-        return call
-    return {**call, "function": {**function, "arguments": _Arguments(value, arguments or "{}")}}
+        return None
+    return value if isinstance(value, dict) and not is_too_deep(value) else None
 
 
 class _Arguments(dict[str, Any]):

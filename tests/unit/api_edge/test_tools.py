@@ -124,6 +124,18 @@ def test_arguments_of_calls_are_objects_for_templates_that_want_them(way: str, a
     assert render_prompt(Body({"messages": messages}), template) == f"hi;;call {shown};rain;"
 
 
+@pytest.mark.parametrize(("arguments", "shown"), [('{"city": "Os', ""), ("[1]", ""), (ARGUMENTS, "city=Köln days=2 ")])
+@pytest.mark.parametrize("ids", ["", "{% if m.tool_call_id | length > 9 %}{{ raise_exception('nine') }}{% endif %}"])
+def test_a_call_that_is_no_json_does_not_end_a_chat_whose_template_goes_through_arguments(
+    arguments: str, shown: str, ids: str
+) -> None:
+    goes = "''}}{% for name, value in c.function.arguments | items %}{{ name }}={{ value }} {% endfor %}{{''"  # Qwen3-Coder's
+    template = ChatTemplate(OF_CALLS.replace("{{ m.content }}", ids + "{{ m.content }}").replace("ARGUMENTS", goes), {})
+    messages = json.loads(json.dumps(CALLED).replace(json.dumps(ARGUMENTS), json.dumps(arguments)))
+    messages[-1]["tool_call_id"] = LONG_ID
+    assert render_prompt(Body({"messages": messages}), template) == f"hi;;call {shown};rain;"
+
+
 def test_calls_that_the_template_does_not_show_are_refused() -> None:
     plain = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     with pytest.raises(InvalidRequest, match=r"messages\[1\].tool_calls: the chat template .* shows none to it") as raised:
