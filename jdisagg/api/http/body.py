@@ -26,6 +26,7 @@ from jdisagg.core.json_values import MAX_DEPTH, is_number, is_too_deep
 MAX_BODY_BYTES = 16 * 2**20  # parsing them holds up everybody else for up to a second; see `num_structures` for those of lists
 _INLINE_BYTES = 2**18  # a chat of more is rendered off the event loop: 16 MiB of messages take a second
 _NEAR = 0.85  # max_token is that near to max_tokens, logprobs is not to top_logprobs
+_OF_OTHERS = frozenset({"models", "mode"})  # OpenRouter's, text-generation-webui's: they advise, and are not model misspelt
 _MAX_COMPARED, _MAX_NAME = 32, 40  # unknown names that are compared with known ones, and their characters: each takes time
 _MAX_SHOWN = 80  # characters of a wrong value
 BODY_TIMEOUT_S = 60.0  # from the end of the headers to the end of the body
@@ -57,7 +58,8 @@ class Body:
         """When everything was read: raises InvalidRequest for a field that nobody asked for and that looks like one. Of many
         unknown ones the first few are looked at."""
         given = (name for name, value in self._fields.items() if value is not None)
-        unknown = (name for name in given if name not in self._known and len(name) <= _MAX_NAME)
+        others = self._known | _OF_OTHERS
+        unknown = (name for name in given if name not in others and len(name) <= _MAX_NAME)
         for name in islice(unknown, _MAX_COMPARED):
             if near := get_close_matches(name, self._known, n=1, cutoff=_NEAR):
                 found = f"{self.where}{name}"

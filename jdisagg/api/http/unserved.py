@@ -1,4 +1,4 @@
-"""Fields of OpenAI's, vLLM's and SGLang's requests that would change the answer and are not served: refused, never ignored.
+"""Fields of requests to OpenAI, vLLM, SGLang, .. that would change the answer and are not served: refused, never ignored.
 
 One table. What only advises or labels (`user`, `store`, `metadata`, `service_tier`, `prediction`, ..) is not in it and is
 ignored, and so is what does nothing without a field that is refused (`early_stopping`).
@@ -66,9 +66,10 @@ _EVERYWHERE = (
     Unserved(("return_tokens_as_token_ids",), "logprobs name tokens by their text; use return_token_ids for the ids"),
     Unserved(("logprob_token_ids",), "log-probabilities are those of the likeliest tokens; use logprobs"),
     Unserved(("return_hidden_states",), "hidden states are not returned; leave it out"),
+    Unserved(("return_tokens",), "is called return_token_ids here"),
     Unserved(("return_prompt_text",), "prompts are not returned as text; use return_token_ids and POST /detokenize"),
     Unserved(("repetition_detection",), "answers that repeat themselves go on; leave it out, or use the penalties"),
-    Unserved(("watermarking",), "answers have no watermark; leave it out"),
+    Unserved(("watermarking", "watermark"), "answers have no watermark; leave it out"),
     Unserved(("lora_path",), "adapters are not served; merge it into the model, or leave it out"),
     Unserved(("session_params",), "requests are independent; send the whole prompt each time"),
     Unserved(("thinking_token_budget",), "thinking has no limit of its own; use max_tokens for the whole answer", (None, -1)),
@@ -100,6 +101,8 @@ CHAT_FIELDS = (
     Unserved(("chat_template",), "the model's own template is used; leave it out, or render it and use /v1/completions"),
     Unserved(("documents",), "documents are not shown to the model; write them into messages"),
     Unserved(("enable_thinking",), 'write it as "chat_template_kwargs": {"enable_thinking": ..}', (None,)),
+    Unserved(("reasoning_format",), "what a model thinks stays in content; send none", (None, "none", "raw", "auto")),
+    Unserved(("parse_tool_calls",), 'calls are read where tools are offered; use "tool_choice": "none"', (None, True)),
     Unserved(("continue_final_message",), "an unfinished message is not continued; render the prompt and use /v1/completions"),
     Unserved(("echo",), "the prompt is not repeated in a chat's answer; leave it out, or use /v1/completions"),
     Unserved(("prompt_logprobs",), "a chat's prompt is not scored; use /v1/completions", (None,)),

@@ -58,6 +58,8 @@ REFUSED: list[tuple[str, Any]] = [
     ("logprob_token_ids", [5]),
     ("repetition_detection", {"max_pattern_size": 4}),
     ("watermarking", True),
+    ("watermark", True),
+    ("return_tokens", True),
     ("return_prompt_text", True),
     ("thinking_token_budget", 64),
     ("thinking_token_budget", 0),
@@ -71,6 +73,8 @@ REFUSED_IN_CHAT: list[tuple[str, Any]] = [
     ("chat_template_kwargs", {"documents": []}),
     ("documents", [{"title": "a"}]),
     ("enable_thinking", False),
+    ("reasoning_format", "parsed"),
+    ("parse_tool_calls", False),
     ("continue_final_message", True),
     ("echo", True),
     ("prompt_logprobs", 0),
@@ -115,9 +119,15 @@ ACCEPTED: list[tuple[str, Any]] = [
     ("logprob_token_ids", []),
     ("top_logprobs", 0),
     ("user", "me"),
+    ("watermark", False),  # TGI's
+    ("return_tokens", False),  # llama.cpp's
+    ("models", ["tiny", "other"]),  # OpenRouter's
+    ("mode", "instruct"),  # text-generation-webui's
 ]
 ACCEPTED_IN_CHAT: list[tuple[str, Any]] = [
     ("modalities", ["text"]),
+    *(("reasoning_format", value) for value in ("none", "raw", "auto")),  # llama.cpp's, Groq's
+    ("parse_tool_calls", True),  # llama.cpp's
     ("functions", []),
     ("function_call", "none"),
     ("echo", False),
