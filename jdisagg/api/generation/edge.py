@@ -26,7 +26,7 @@ from jdisagg.api.generation.long_texts import LongTexts
 from jdisagg.api.generation.token_engine import Enough, TokenEngine
 from jdisagg.api.in_order import is_long
 from jdisagg.api.turns import Turns
-from jdisagg.core.errors import Cancelled, DeadlineExceeded, RequestError
+from jdisagg.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, RequestError
 from jdisagg.core.fleet import ModelCard
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, SamplingParams
@@ -123,6 +123,8 @@ class Edge:
                 if not items:
                     items += in_fewer(await mailbox.take())
                 item = items.popleft()
+                if isinstance(item, InvalidRequest):
+                    item = job.named(item)
                 if isinstance(item, RequestError):
                     self._told.add(item)
                 if isinstance(item, Exception):

@@ -6,8 +6,8 @@ Every bound is checked here, once, for HTTP and gRPC alike; the message names th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from jdisagg.api.generation.context_length import Prompt, check_length, too_long
@@ -74,6 +74,12 @@ class Job:
     special_tokens: SpecialTokens
     deadline_s: float  # monotonic
     is_aborted: bool = False  # before it began: nothing is to be computed
+    names: Mapping[str, str] = field(default_factory=dict)  # of fields, as its client has them, where they are others
+
+    def named(self, error: InvalidRequest) -> InvalidRequest:
+        """An error that came after the request was admitted, with the field at fault by its client's name."""
+        name = self.names.get(error.field or "")
+        return error if name is None else type(error)(error.message, field=name)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -110,11 +110,11 @@ def _max_tokens(body: Body) -> int | None:
 
 
 async def admit(edge: Edge, request: Request, body: Body, text_request: TextRequest) -> Job:
-    """`Edge.admit` of what was read from `body`, whose errors name fields as that does; Cancelled when the client disconnects
-    first."""
+    """`Edge.admit` of what was read from `body`, whose errors name fields as that does, as later ones of the job do; Cancelled
+    when the client disconnects first."""
     traceparent = read_traceparent(request.headers.get(TRACEPARENT))
     try:
-        return await while_connected(request.receive, edge.admit(replace(text_request, traceparent=traceparent)))
+        job = await while_connected(request.receive, edge.admit(replace(text_request, traceparent=traceparent)))
     except InvalidRequest as error:
         field = body.names.get(error.field or "", error.field)
         message = error.message.replace(LENGTH, body.names.get(LENGTH, LENGTH))
@@ -123,6 +123,7 @@ async def admit(edge: Edge, request: Request, body: Body, text_request: TextRequ
         if field == TOOLS:
             message = with_function(message, body)
         raise type(error)(message, field=field) from error  # another one: this may be told to many
+    return replace(job, names=body.names)
 
 
 def read_sampling(body: Body, defaults: SamplingParams, *, logprobs: int | None) -> SamplingParams:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
 import httpx
+import pytest
 
+from jdisagg.api.generation.context_length import ContextLengthExceeded
+from jdisagg.core.errors import InvalidRequest
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, run, serving
 
+STUCK = InvalidRequest("request r: its grammar cannot go on", field="grammar")
+TOO_LONG = ContextLengthExceeded("request r: a prompt may have at most 7 tokens", field="prompt")
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -30,6 +37,38 @@ def test_a_chat_that_is_too_long_names_its_messages(tokenizer: Tokenizer) -> Non
                     assert (error["param"], error["code"]) == (param, "context_length_exceeded"), error
                     assert all(name in error["message"] for name in fields), error
             assert served.engine.requests == []
+
+    run(check())
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "param"),
+    [
+        (CHAT | {"response_format": {"type": "json_object"}}, STUCK, "response_format"),
+        (CHAT | {"tools": TOOLS, "tool_choice": "required"}, STUCK, "tools"),
+        (CHAT, TOO_LONG, "messages"),
+        ({"prompt": "the", "guided_regex": "a+"}, STUCK, "guided_regex"),
+        ({"prompt": "the"}, TOO_LONG, "prompt"),
+    ],
+)
+@pytest.mark.parametrize("num_tokens", [0, 2])
+def test_an_error_that_comes_late_names_the_field_that_was_sent(
+    tokenizer: Tokenizer, asked: dict[str, Any], error: InvalidRequest, param: str, num_tokens: int
+) -> None:
+    async def check() -> None:
+        engine = FakeEngine(tokenizer, "the quick brown fox")
+        engine.failure = num_tokens, error
+        async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            path = "/v1/chat/completions" if "messages" in asked else "/v1/completions"
+            answer = await http.post(path, json=asked)
+            answers = [answer.json()]
+            streamed = await http.post(path, json=asked | {"stream": True})
+            answers.append(json.loads(streamed.text.split("data: ")[-1]))
+            code = "context_length_exceeded" if error is TOO_LONG else None
+            told = {"message": error.message, "type": "invalid_request_error", "param": param, "code": code}
+            assert (answer.status_code, answers) == (400, [{"error": told}] * 2)
+            assert error.field in ("grammar", "prompt"), "it may be told to others"
+            assert served.ends() == {}, "its engine has counted it"
 
     run(check())
 
