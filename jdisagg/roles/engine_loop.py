@@ -68,7 +68,7 @@ class EngineLoop:
         self._pipeline = pipeline
         self._role = role
         self._streams = streams
-        self._metrics = metrics
+        self.metrics = metrics
         self._observer = observer
         self._worker = worker
         self._slow_request_s = slow_request_s
@@ -125,7 +125,7 @@ class EngineLoop:
         """What this device computed to no use: else the client alone would know of it, wherever it failed."""
         for output in outputs:
             if isinstance(output.error, NumericalError):
-                self._metrics.engine.nan_requests.inc()
+                self.metrics.engine.nan_requests.inc()
                 self._told_nan.say(log, logging.ERROR, "%s", output.error.message, now_s=now_s)
 
     def _mark(self, plan: Plan | None, now_s: float) -> None:
@@ -168,10 +168,10 @@ class EngineLoop:
                 self._cancel(older, outputs, now_s)
             self._role.admit(request, now_s)
         except RequestError as error:
-            self._metrics.requests.finished.labels(reason="refused").inc()
+            self.metrics.requests.finished.labels(reason="refused").inc()
             message.sink([_failure(request.request_id, request.attempt, error)])
             return
-        timeline = Timeline(self._metrics, request, now_s, self._slow_request_s)
+        timeline = Timeline(self.metrics, request, now_s, self._slow_request_s)
         self._streams.open(request, message.sink, timeline, message.front_end)
 
     def _cancel(self, stream: Stream, outputs: list[Output], now_s: float, *, enough: bool = False) -> None:

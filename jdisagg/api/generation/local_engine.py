@@ -19,11 +19,11 @@ from jdisagg.api.mailbox import Mailbox
 from jdisagg.api.tasks import call_on
 from jdisagg.core.errors import DeadlineExceeded, RequestError, Unavailable
 from jdisagg.core.fleet import Load, ModelCard
-from jdisagg.core.requests import EngineRequest, Output
+from jdisagg.core.requests import EngineRequest, Grammar, Output
 from jdisagg.roles.engine_thread import EngineThread
 from jdisagg.roles.inbox import Cancel, Submit
 from jdisagg.roles.ports import OutputSink
-from jdisagg.text.grammar import Grammars
+from jdisagg.text.grammar import Compiled, Grammars
 
 DEADLINE_GRACE_S = 5.0  # the engine itself ends a request at its deadline; this is for an engine that no longer can
 OWN = "own edge"  # the front end that is no router; a router that says no name has the empty one
@@ -86,7 +86,7 @@ class LocalEngine:
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Output]:
         """Yield the request's outputs; closing the generator cancels it. See TokenEngine."""
         grammar = request.sampling.grammar
-        _held = None if grammar is None or self._grammars is None else await self._grammars.ahead(grammar)
+        _held = None if grammar is None or self._grammars is None else await self._compiled(grammar, self._grammars)
         mailbox = Mailbox[Output | RequestError](wake_at=gathered_by(len(self._mailboxes)) if request.gathered else 1)
         request = self._attempts.behind(request)
         key = request.request_id, request.attempt
@@ -118,6 +118,14 @@ class LocalEngine:
                 del self._mailboxes[key]
             if not finished:
                 self._leave(key, enough=enough)
+
+    async def _compiled(self, grammar: Grammar, grammars: Grammars) -> Compiled:
+        """Before the engine has the request, which counts only those it had."""
+        try:
+            return await grammars.ahead(grammar)
+        except RequestError as error:
+            self._thread.loop.metrics.requests.finished.labels(reason=error.reason).inc()
+            raise
 
     def _leave(self, key: tuple[str, int], *, enough: bool = False) -> None:
         """Have the engine forget a request that it may still run."""

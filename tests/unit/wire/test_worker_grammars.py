@@ -17,7 +17,8 @@ from jdisagg.api.codec import encode_request
 from jdisagg.api.generation.local_engine import LocalEngine
 from jdisagg.api.generation.token_engine import ModelCard
 from jdisagg.api.worker.service import WorkerService
-from jdisagg.core.errors import InvalidRequest, RequestError
+from jdisagg.core.errors import InvalidRequest, Overloaded, RequestError
+from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, Grammar, GrammarKind, Output, SamplingParams
 from jdisagg.text.grammar import Compiled, Grammars
 from jdisagg.v1 import common_pb2, worker_pb2, worker_pb2_grpc
@@ -255,7 +256,8 @@ def test_a_request_of_the_workers_own_edge_holds_its_grammar_too(monkeypatch: py
     async def whole() -> None:
         posted: list[object] = []
         grammars = Grammars(demo_vocabulary(), most_kept=0)
-        thread: Any = SimpleNamespace(loop=SimpleNamespace(inbox=SimpleNamespace(post=posted.append)))
+        metrics = Metrics()
+        thread: Any = SimpleNamespace(loop=SimpleNamespace(inbox=SimpleNamespace(post=posted.append), metrics=metrics))
         card = ModelCard(name="tiny", max_model_len=48, vocab_size=64, eos_token_ids=(), fingerprint="weights-1")
         engine = LocalEngine(thread, card, not_ready_reason=lambda: "", grammars=grammars)
         answer = asyncio.create_task(anext(engine.generate(asked("r", Grammar(GrammarKind.REGEX, "r")))))
@@ -270,7 +272,12 @@ def test_a_request_of_the_workers_own_edge_holds_its_grammar_too(monkeypatch: py
         posted.clear()
         with pytest.raises(RequestError, match="could not be compiled: MemoryError"):
             await anext(engine.generate(asked("r", Grammar(GrammarKind.REGEX, "broken"))))
+        monkeypatch.setattr("jdisagg.text.grammar.MOST_TEXT", 0)
+        with pytest.raises(Overloaded):
+            await anext(engine.generate(asked("r", Grammar(GrammarKind.REGEX, "more"))))
         assert posted == []
+        counts = {reason: metrics.requests.finished.labels(reason=reason)._value.get() for reason in ("error", "overloaded")}
+        assert counts == {"error": 1, "overloaded": 1}, "the engine, which counts others, has not heard of them"
 
     run_quiet(whole())
 
