@@ -101,6 +101,7 @@ CHAT_FIELDS = (
     Unserved(("chat_template",), "the model's own template is used; leave it out, or render it and use /v1/completions"),
     Unserved(("documents",), "documents are not shown to the model; write them into messages"),
     Unserved(("enable_thinking",), 'write it as "chat_template_kwargs": {"enable_thinking": ..}', (None,)),
+    Unserved(("include_reasoning",), "what a model thinks stays in content; see reasoning_effort", (None, True)),
     Unserved(("reasoning_format",), "what a model thinks stays in content; send none", (None, "none", "raw", "auto")),
     Unserved(("parse_tool_calls",), 'calls are read where tools are offered; use "tool_choice": "none"', (None, True)),
     Unserved(("continue_final_message",), "an unfinished message is not continued; render the prompt and use /v1/completions"),

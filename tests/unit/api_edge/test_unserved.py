@@ -73,6 +73,7 @@ REFUSED_IN_CHAT: list[tuple[str, Any]] = [
     ("chat_template_kwargs", {"documents": []}),
     ("documents", [{"title": "a"}]),
     ("enable_thinking", False),
+    ("include_reasoning", False),
     ("reasoning_format", "parsed"),
     ("parse_tool_calls", False),
     ("continue_final_message", True),
@@ -128,6 +129,7 @@ ACCEPTED_IN_CHAT: list[tuple[str, Any]] = [
     ("modalities", ["text"]),
     *(("reasoning_format", value) for value in ("none", "raw", "auto")),  # llama.cpp's, Groq's
     ("parse_tool_calls", True),  # llama.cpp's
+    ("include_reasoning", True),
     ("functions", []),
     ("function_call", "none"),
     ("echo", False),
