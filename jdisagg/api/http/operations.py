@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 
@@ -12,9 +13,10 @@ from starlette.routing import Route
 from jdisagg.api.generation.token_engine import TokenEngine
 from jdisagg.api.http.errors import plain_error
 from jdisagg.api.http.version import package_version
-from jdisagg.api.ip import is_loopback
+from jdisagg.api.ip import ip_of, is_loopback
 from jdisagg.core.metrics import CONTENT_TYPE
 
+_PORT = re.compile(r":\d*$")
 FORWARDED = ("x-forwarded-for", "forwarded", "via")  # by which a proxy says that it is one
 
 
@@ -45,10 +47,13 @@ class Operations:
         return JSONResponse({"version": self._version})
 
     async def debug_state(self, request: Request) -> Response:
-        """The engine's state, for clients on this machine only, and not for those of a proxy on it."""
+        """The engine's state, for clients on this machine only, and not for those of a proxy on it, nor for a page in a browser
+        whose own name was made to lead here (DNS rebinding)."""
         forwarded = any(name in request.headers for name in FORWARDED)
         if forwarded or request.client is None or not is_loopback(request.client.host):
             return plain_error(403, "/debug/state is served to loopback clients only; ask from the machine itself")
+        if not _is_no_other_name(request.headers.get("host", "")):
+            return plain_error(403, "/debug/state is not served under other names; ask localhost or an address")
         return JSONResponse(await self._engine.debug_state())
 
     def routes(self) -> list[Route]:
@@ -65,6 +70,12 @@ _ROUTES = {  # path: endpoint and methods
     "/debug/state": (Operations.debug_state, "GET"),
 }
 PATHS = frozenset(_ROUTES)
+
+
+def _is_no_other_name(host: str) -> bool:
+    """Of a `Host` header, which browsers always send: an address or localhost, which lead nowhere else."""
+    name = _PORT.sub("", host)
+    return name.lower() in ("", "localhost") or ip_of(name) is not None
 
 
 def _answer(good: bool, otherwise: str, reason: str) -> Response:

@@ -19,7 +19,7 @@ from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, Served, run, serving
 
 MOST = 10  # so that there is one to spare
-HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 COMPLETION = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 16\r\n\r\n" + b'{"prompt":"fox"}'
 
 

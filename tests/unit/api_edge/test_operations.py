@@ -192,9 +192,25 @@ def test_debug_state_is_for_this_machine_only(tokenizer: Tokenizer) -> None:
         app = make_app(None, FakeEngine(tokenizer, "fox"), lambda: "")
         for client in ("203.0.113.9", "unknown"):  # a proxy on this machine may have been told no address
             transport = httpx.ASGITransport(app, client=(client, 1))
-            async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
                 assert (await http.get("/debug/state")).status_code == 403
                 assert (await http.get("/health")).status_code == 200
+
+    run(check())
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *((host, 200) for host in ("127.0.0.1:8000", "127.0.0.1", "localhost:8000", "LocalHost", "[::1]:8000", "[::1]", "")),
+        *((host, 403) for host in ("evil.example:8000", "evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80")),
+    ],
+)
+def test_debug_state_is_not_for_a_page_whose_name_was_made_to_lead_here(tokenizer: Tokenizer, host: str, status: int) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            assert (await http.get("/debug/state", headers={"host": host})).status_code == status
+            assert (await http.get("/v1/models", headers={"host": host})).status_code == 200, "a Service's name, say"
 
     run(check())
 
