@@ -6,7 +6,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
@@ -42,6 +42,7 @@ class Accelerator:
     platform: str  # tpu | cuda | cpu
     smallest: str  # shape of the smallest slice that its compiler describes
     source: str
+    hosts: tuple[str, ...] = ()  # shapes: of the largest host, and of each of several that make a slice; empty on CPU
     devices_per_chip: int = 1
     memory_gib: float | None = None
     runtime_share: float = 1.0
@@ -55,6 +56,11 @@ class Accelerator:
     def num_dimensions(self) -> int:
         """Of a slice's shape: 2 or 3 on TPU, 1 elsewhere."""
         return self.smallest.count("x") + 1
+
+    @property
+    def largest_host(self) -> Topology | None:
+        """The most that one worker can have; None on CPU, where devices are as many as one wants."""
+        return _slice(self, self.hosts[0]) if self.hosts else None
 
     def limit_bytes(self, environ: Mapping[str, str] = os.environ) -> int | None:
         """Bytes that JAX's allocator on one device would count as its limit; None on CPU."""
@@ -84,6 +90,14 @@ class Topology:
         return math.prod(self.shape) * self.accelerator.devices_per_chip
 
     @property
+    def host(self) -> Topology:
+        """What one worker can have of it: all where a host has as many chips, else one of its hosts."""
+        largest = self.accelerator.largest_host
+        if largest is None or self.num_devices <= largest.num_devices:
+            return self
+        return _slice(self.accelerator, self.accelerator.hosts[-1])
+
+    @property
     def compile_shape(self) -> str:
         """The slice to ask the compiler about: the one wanted, rounded up to whole hosts; what is too much stays unused."""
         least = (int(size) for size in self.accelerator.smallest.split("x"))
@@ -111,16 +125,22 @@ def parse_topology(text: str) -> Topology:
         return Topology(accelerator=accelerator, shape=(1,) * wanted)
     if not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3})*", shape_text):
         raise ConfigError(f"--topology: got {text!r}, wanted {_example(accelerator)}")
-    shape = tuple(int(size) for size in shape_text.split("x"))
-    if len(shape) != wanted or math.prod(shape) > _MOST_CHIPS:
+    topology = _slice(accelerator, shape_text)
+    if len(topology.shape) != wanted or math.prod(topology.shape) > _MOST_CHIPS:
         raise ConfigError(
             f"--topology: got {text!r}, wanted {_example(accelerator)}, {wanted} dimensions and at most {_MOST_CHIPS} chips"
         )
-    return Topology(accelerator=accelerator, shape=shape)
+    return topology
 
 
-def _accelerator(name: str, *, reached: Mapping[str, Any] | None = None, **values: Any) -> Accelerator:
-    return Accelerator(name=name, reached=None if reached is None else Reached(**reached), **values)
+def _slice(accelerator: Accelerator, shape: str) -> Topology:
+    return Topology(accelerator=accelerator, shape=tuple(int(size) for size in shape.split("x")))
+
+
+def _accelerator(
+    name: str, *, reached: Mapping[str, Any] | None = None, hosts: Sequence[str] = (), **values: Any
+) -> Accelerator:
+    return Accelerator(name=name, reached=None if reached is None else Reached(**reached), hosts=tuple(hosts), **values)
 
 
 def _data(name: str) -> str:

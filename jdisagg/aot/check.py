@@ -103,7 +103,7 @@ def _check_engine(question: Question, form: ModelForm, same: Sequence[PlannedEng
 def _compile_steps(question: Question, form: ModelForm, engine: PlannedEngine, sizes: EngineSizes) -> Sequence[CompiledStep]:
     if not question.effort.compile:
         return ()
-    mesh = make_mesh(abstract_devices(question.topology, engine.tp), engine.tp)
+    mesh = make_mesh(abstract_devices(question.topology.host, engine.tp), engine.tp)
     whole = AbstractEngine(form=form, mesh=mesh, page_size=question.config.cache.page_size, sizes=sizes)
     steps = []
     for executable in _chosen(whole.executables(), question.effort):

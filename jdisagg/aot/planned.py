@@ -40,7 +40,8 @@ class _Device:
 
 
 def planned_engines(config: Config, topology: Topology) -> list[PlannedEngine]:
-    """Every engine that `serve` would start. Raises ConfigError for a role without one, or devices that are not there."""
+    """Every engine that `serve` would start, all on one host of `topology`. Raises ConfigError for a role without one, or
+    devices that are not there."""
     tp, tp_p, tp_d = config.model.tensor_parallel_size, config.prefill_tp, config.decode_tp
     if config.role == "router":
         raise ConfigError("--role router: has no engine; name the role of a worker")
@@ -50,15 +51,12 @@ def planned_engines(config: Config, topology: Topology) -> list[PlannedEngine]:
         wanted = [(Role.PREFILL, tp_p), (Role.DECODE, tp_d)]
     else:
         wanted = [(Role(config.role), tp)]
-    shares = _shares(config, [size for _, size in wanted], topology.num_devices)
+    host = topology.host
+    shares = _shares(config, [size for _, size in wanted], host.num_devices)
     engines = [PlannedEngine(role=role, tp=size, devices=share) for (role, size), share in zip(wanted, shares, strict=True)]
     needed = 1 + max(max(engine.devices) for engine in engines)
-    if needed > topology.num_devices:
-        flag = "devices" if config.device.devices is not None else "tensor_parallel_size"
-        raise ConfigError(
-            f"--{flag.replace('_', '-')}: {needed} devices are wanted, --topology {topology} has {topology.num_devices}; "
-            "lower it (--tp), or name a larger topology"
-        )
+    if needed > host.num_devices:
+        raise ConfigError(_too_few(config, needed, topology))
     return engines
 
 
@@ -66,6 +64,19 @@ def planned_mesh(platform: str, tp: int) -> Mesh:
     """A mesh of `tp` devices that exist on paper."""
     devices: list[Any] = [_Device(index, "gpu" if platform == "cuda" else platform, "planned") for index in range(tp)]
     return make_mesh(devices, tp)
+
+
+def _too_few(config: Config, needed: int, topology: Topology) -> str:
+    flag = "--devices" if config.device.devices is not None else "--tensor-parallel-size"
+    host, largest = topology.host, topology.accelerator.largest_host
+    where = f"--topology {topology}" if host == topology else f"a host of --topology {topology}"
+    if largest is not None and needed > largest.num_devices:
+        advice = f"lower it (--tp): a worker runs on one host, which has {largest.num_devices} at most"
+    elif host == topology:
+        advice = "lower it (--tp), or name a larger topology"
+    else:
+        advice = f"lower it (--tp), or name {largest}: a worker runs on one host"
+    return f"{flag}: {needed} devices are wanted, {where} has {host.num_devices}; {advice}"
 
 
 def _shares(config: Config, needs: Sequence[int], num_devices: int) -> list[tuple[int, ...]]:

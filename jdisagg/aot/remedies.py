@@ -17,7 +17,6 @@ from jdisagg.models.form import choose_dtypes
 
 _SHARES = (0.95, 0.98)
 _GPU_SHARE = 0.95
-_LARGEST_TP = 64
 _PAGE_SIZES = (16, 32, 64, 128, 256, 512, 1024)  # smaller ones, which some kernels do not serve, waste less and take longer
 
 
@@ -86,10 +85,10 @@ def _attempts(base: _Attempt) -> Iterator[tuple[str, _Attempt]]:
 
 
 def _tps(base: _Attempt, accelerator: Accelerator) -> Iterator[int]:
-    """Numbers of devices whose memory holds at least the weights; none on CPU."""
+    """Numbers of devices of one host whose memory holds at least the weights; none on CPU."""
     limit, tp = accelerator.limit_bytes(), base.engine.tp * (2 if accelerator is base.accelerator else 1)
-    num_bytes = base.form.num_params * ITEM_BYTES[base.form.dtype]
-    while limit is not None and tp <= _LARGEST_TP:
+    num_bytes, host = base.form.num_params * ITEM_BYTES[base.form.dtype], accelerator.largest_host
+    while limit is not None and host is not None and tp <= host.num_devices:
         if num_bytes < limit * tp:
             yield tp
         tp *= 2

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from jdisagg.aot.abstract import ModelForm
-from jdisagg.aot.accelerators import GIB, parse_topology, read_accelerators
+from jdisagg.aot.accelerators import GIB, read_accelerators
 from jdisagg.aot.budget import make_budget
-from jdisagg.aot.planned import PlannedEngine, planned_engines
+from jdisagg.aot.planned import PlannedEngine
 from jdisagg.aot.remedies import remedies
-from jdisagg.core.config import CacheConfig, Config, DeviceConfig, LayerLoop, LocalConfig, ModelConfig, SchedulerConfig
+from jdisagg.core.config import CacheConfig, Config, LayerLoop, ModelConfig, SchedulerConfig
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.requests import Role
 from jdisagg.models.resolve import read_model_config
@@ -153,20 +153,12 @@ def test_a_length_that_the_pool_cannot_hold_is_the_engines_own_refusal() -> None
     assert budget.problem.startswith("--max-model-len: got 8192, 10 pages of 16 tokens hold 144")
 
 
-def test_engines_take_the_devices_that_serve_would_give_them() -> None:
-    local = Config(local=LocalConfig(num_prefill=1, num_decode=2, prefill_tp=2))
-    shared = planned_engines(replace(local, device=DeviceConfig(devices="0-1")), parse_topology("v6e:2x2"))
-    apart = planned_engines(replace(local, device=DeviceConfig(devices="0-3")), parse_topology("v6e:2x2"))
-    assert [each.devices for each in shared] == [(0, 1), (0,), (0,)]
-    assert [each.devices for each in apart] == [(0, 1), (2,), (3,)]
-    colocated = planned_engines(replace(local, role="colocated"), parse_topology("v6e:2x2"))
-    assert [(each.role, each.devices) for each in colocated] == [(Role.PREFILL, (0, 1)), (Role.DECODE, (2,))]
-    both = Config(role="colocated")
-    for on_one in (both, replace(both, device=DeviceConfig(devices="0"))):
-        assert [each.devices for each in planned_engines(on_one, parse_topology("h200:1"))] == [(0,), (0,)]
-    with pytest.raises(ConfigError, match="got 1 devices, wanted 3"):
-        planned_engines(replace(local, role="colocated", device=DeviceConfig(devices="0")), parse_topology("h200:1"))
-    with pytest.raises(ConfigError, match="8 devices are wanted, --topology v6e:2x2 has 4"):
-        planned_engines(Config(role="unified", model=ModelConfig(tensor_parallel_size=8)), parse_topology("v6e:2x2"))
-    with pytest.raises(ConfigError, match="--role router: has no engine"):
-        planned_engines(Config(role="router"), parse_topology("v6e:2x2"))
+def test_no_more_devices_are_advised_than_one_host_has() -> None:
+    wide = form("llama3-70b", dtype="float32")  # 263 GiB: eight chips of v5e have 126, of v6e 250
+    advised = [each.change for each in remedies(wide, engine(1), Config(role="unified"), DEVICES["v5e"])]
+    assert [change.partition(",")[0] for change in advised if change.startswith("--tp ")] == [
+        "--tp 4 (4 x TPU v5p",
+        "--tp 4 (4 x TPU7x (half a chip)",
+        "--tp 8 (8 x NVIDIA H100",
+        "--tp 4 (4 x NVIDIA H200",
+    ]

@@ -121,7 +121,7 @@ def test_weights_alone_beyond_a_device_are_one_problem_with_larger_machines_to_c
     (engine,) = said_of("llama3-70b", "v5e:1x1", Config(role="unified")).engines
     assert len(engine.problems) == 1
     changes = [remedy.change for remedy in engine.remedies]
-    assert changes[0].startswith("--tp 16 (16 x TPU v5e)")
+    assert changes[0].startswith("--tp 2 (2 x TPU v5p, 95.74 GiB each)"), "eight v5e chips, which are a host, hold no 70B"
     assert any(change.startswith("--tp 2 (2 x NVIDIA H200, 139.8 GiB each)") for change in changes)
     assert engine.times == ()
 

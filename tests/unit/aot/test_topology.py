@@ -25,6 +25,29 @@ def test_a_topology_counts_devices_and_asks_for_whole_hosts(text: str, num_devic
     assert (topology.num_devices, topology.compile_shape) == (num_devices, compile_shape)
 
 
+@pytest.mark.parametrize(
+    ("text", "host", "num_devices"),
+    [
+        ("v5e:2x4", "v5e:2x4", 8),
+        ("v6e:2x4", "v6e:2x4", 8),
+        ("v6e:1x1", "v6e:1x1", 1),
+        ("v5e:4x4", "v5e:2x2", 4),  # hosts of eight chips are slices of their own
+        ("v6e:16x16", "v6e:2x2", 4),
+        ("v5p:2x2x1", "v5p:2x2x1", 4),
+        ("v5p:2x2x2", "v5p:2x2x1", 4),
+        ("tpu7x:2x2x1", "tpu7x:2x2x1", 8),
+        ("tpu7x:2x2x2", "tpu7x:2x2x1", 8),
+        ("h100:8", "h100:8", 8),
+        ("h200:16", "h200:8", 8),
+        ("cpu:64", "cpu:64", 64),
+    ],
+)
+def test_a_slice_has_hosts_of_so_many_devices(text: str, host: str, num_devices: int) -> None:
+    topology = parse_topology(text)
+    assert (str(topology.host), topology.host.num_devices) == (host, num_devices)
+    assert topology.host.host == topology.host
+
+
 @pytest.mark.parametrize("text", ["v9:2x2", "v6e:8", "v6e:2x2x2", "v6e:0x4", "v6e:2x", "h200:2x2", "v6e:9999x9999", ""])
 def test_an_unknown_topology_is_refused_with_one_that_exists(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--topology: got .*, wanted .*(v6e:2x2|h200:1)"):
