@@ -85,9 +85,14 @@ class Topology:
     shape: tuple[int, ...]  # chips per dimension
 
     @property
+    def num_chips(self) -> int:
+        """Chips, each of one device or two."""
+        return math.prod(self.shape)
+
+    @property
     def num_devices(self) -> int:
         """What JAX calls devices."""
-        return math.prod(self.shape) * self.accelerator.devices_per_chip
+        return self.num_chips * self.accelerator.devices_per_chip
 
     @property
     def host(self) -> Topology:
@@ -126,7 +131,7 @@ def parse_topology(text: str) -> Topology:
     if not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3})*", shape_text):
         raise ConfigError(f"--topology: got {text!r}, wanted {_example(accelerator)}")
     topology = _slice(accelerator, shape_text)
-    if len(topology.shape) != wanted or math.prod(topology.shape) > _MOST_CHIPS:
+    if len(topology.shape) != wanted or topology.num_chips > _MOST_CHIPS:
         raise ConfigError(
             f"--topology: got {text!r}, wanted {_example(accelerator)}, {wanted} dimensions and at most {_MOST_CHIPS} chips"
         )

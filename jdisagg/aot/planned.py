@@ -18,6 +18,7 @@ from jdisagg.core.requests import Role
 from jdisagg.core.values import parse_ranges
 from jdisagg.models.sharding import make_mesh
 from jdisagg.serve.local import split_devices
+from jdisagg.serve.tpu import TpuHost, claim_chips, share_chips
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +53,12 @@ def planned_engines(config: Config, topology: Topology) -> list[PlannedEngine]:
     else:
         wanted = [(Role(config.role), tp)]
     host = topology.host
-    shares = _shares(config, [size for _, size in wanted], host.num_devices)
+    try:
+        shares = _shares(config, [size for _, size in wanted], host)
+    except ConfigError as error:
+        if host == topology:
+            raise
+        raise ConfigError(f"{error.message} (on {host}, a host of --topology {topology})") from error
     engines = [PlannedEngine(role=role, tp=size, devices=share) for (role, size), share in zip(wanted, shares, strict=True)]
     needed = 1 + max(max(engine.devices) for engine in engines)
     if needed > host.num_devices:
@@ -79,20 +85,38 @@ def _too_few(config: Config, needed: int, topology: Topology) -> str:
     return f"{flag}: {needed} devices are wanted, {where} has {host.num_devices}; {advice}"
 
 
-def _shares(config: Config, needs: Sequence[int], num_devices: int) -> list[tuple[int, ...]]:
-    """Devices of each engine, as `serve` hands them out."""
-    if config.role == "colocated":
-        named = config.device.devices
-        indices = parse_ranges(named, "--devices") if named is not None else range(sum(needs))
-        if list(needs) == [1, 1] and (num_devices if named is None else len(indices)) == 1:
-            return [(indices[0],)] * 2  # both engines on the only device
-        if len(indices) < sum(needs):
-            raise ConfigError(
-                f"--devices: got {len(indices)} devices, wanted {sum(needs)}, {needs[0]} for prefill and {needs[1]} for decode"
-            )
-        return [tuple(indices[: needs[0]]), tuple(indices[needs[0] : sum(needs)])]
-    shares = split_devices(config.device.devices, needs)
+def _shares(config: Config, needs: Sequence[int], host: Topology) -> list[tuple[int, ...]]:
+    """Devices of each engine, as `serve` hands them out on such a host."""
+    named, tpu = config.device.devices, _tpu(host)
+    shares: Sequence[str | None]
+    if config.role == "local" and tpu is not None:
+        shares = share_chips(tpu, named, needs, {})
+    else:
+        claim_chips(config, {}, tpu)  # for its refusal of chips that libtpu shows to no process
+        if config.role == "colocated":
+            return _of_one_process(named, needs, host.num_devices)
+        shares = split_devices(named, needs)
     return [
         tuple(range(need)) if share is None else tuple(parse_ranges(share, "--devices")[:need])
         for share, need in zip(shares, needs, strict=True)
     ]
+
+
+def _tpu(host: Topology) -> TpuHost | None:
+    """What `serve` would find there."""
+    accelerator = host.accelerator
+    if accelerator.platform != "tpu":
+        return None
+    return TpuHost(num_chips=host.num_chips, devices_per_chip=accelerator.devices_per_chip)
+
+
+def _of_one_process(named: str | None, needs: Sequence[int], num_devices: int) -> list[tuple[int, ...]]:
+    """Devices of colocated engines: their own, or the only one for both."""
+    indices = parse_ranges(named, "--devices") if named is not None else range(sum(needs))
+    if list(needs) == [1, 1] and (num_devices if named is None else len(indices)) == 1:
+        return [(indices[0],)] * 2
+    if len(indices) < sum(needs):
+        raise ConfigError(
+            f"--devices: got {len(indices)} devices, wanted {sum(needs)}, {needs[0]} for prefill and {needs[1]} for decode"
+        )
+    return [tuple(indices[: needs[0]]), tuple(indices[needs[0] : sum(needs)])]

@@ -17,8 +17,8 @@ from tests.unit.aot.test_budget import MODELS
 
 def test_engines_take_the_devices_that_serve_would_give_them() -> None:
     local = Config(local=LocalConfig(num_prefill=1, num_decode=2, prefill_tp=2))
-    shared = planned_engines(replace(local, device=DeviceConfig(devices="0-1")), parse_topology("v6e:2x2"))
-    apart = planned_engines(replace(local, device=DeviceConfig(devices="0-3")), parse_topology("v6e:2x2"))
+    shared = planned_engines(replace(local, device=DeviceConfig(devices="0-1")), parse_topology("h200:4"))
+    apart = planned_engines(replace(local, device=DeviceConfig(devices="0-3")), parse_topology("h200:4"))
     assert [each.devices for each in shared] == [(0, 1), (0,), (0,)]
     assert [each.devices for each in apart] == [(0, 1), (2,), (3,)]
     colocated = planned_engines(replace(local, role="colocated"), parse_topology("v6e:2x2"))
@@ -32,6 +32,51 @@ def test_engines_take_the_devices_that_serve_would_give_them() -> None:
         planned_engines(Config(role="unified", model=ModelConfig(tensor_parallel_size=8)), parse_topology("v6e:2x2"))
     with pytest.raises(ConfigError, match="--role router: has no engine"):
         planned_engines(Config(role="router"), parse_topology("v6e:2x2"))
+
+
+def fleet(prefill_tp: int, decode_tp: int, devices: str | None = None, num_decode: int = 1) -> Config:
+    both = LocalConfig(num_prefill=1, num_decode=num_decode, prefill_tp=prefill_tp, decode_tp=decode_tp)
+    return Config(role="local", local=both, device=DeviceConfig(devices=devices))
+
+
+@pytest.mark.parametrize(
+    ("config", "topology", "devices"),
+    [
+        (fleet(4, 4), "v6e:2x4", [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        (fleet(1, 4), "v6e:2x4", [(4,), (0, 1, 2, 3)]),
+        (fleet(3, 1), "v6e:2x4", [(0, 1, 2), (4,)]),  # of a block of four, three
+        (fleet(1, 1, devices="2-3"), "v6e:2x4", [(2,), (3,)]),
+        (fleet(2, 1, num_decode=2), "v5e:4x4", [(0, 1), (2,), (3,)]),
+        (fleet(1, 1), "tpu7x:2x2x1", [(0,), (2,)]),  # half a chip each, on chips of their own
+    ],
+)
+def test_workers_of_one_tpu_host_have_chips_of_their_own(config: Config, topology: str, devices: list[tuple[int, ...]]) -> None:
+    assert [each.devices for each in planned_engines(config, parse_topology(topology))] == devices
+
+
+@pytest.mark.parametrize(
+    ("config", "topology", "message"),
+    [
+        (fleet(1, 1), "v6e:1x1", "the workers want 2 TPU chips, and there are 1; a chip serves one process"),
+        (fleet(1, 1, devices="0"), "v6e:2x2", "the workers want 2 TPU chips, and there are 1"),
+        (fleet(2, 1, devices="0-1", num_decode=2), "v6e:2x2", "the workers want 4 TPU chips, and there are 2"),
+        (fleet(1, 1, devices="0-1"), "tpu7x:2x2x1", "the workers want 2 TPU chips, and there are 1"),
+        (fleet(4, 4), "v5p:2x2x2", r"want 8 TPU chips, and there are 4; .* \(on v5p:2x2x1, a host of --topology v5p:2x2x2\)"),
+        (
+            Config(role="unified", device=DeviceConfig(devices="0-2")),
+            "v6e:2x4",
+            "3 TPU chips, wanted 1, 2, 4 or all 8",
+        ),
+        (
+            Config(role="colocated", device=DeviceConfig(devices="0-2")),
+            "v6e:2x4",
+            "3 TPU chips, wanted 1, 2, 4 or all 8",
+        ),
+    ],
+)
+def test_chips_that_serve_would_not_hand_out_are_refused(config: Config, topology: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        planned_engines(config, parse_topology(topology))
 
 
 @pytest.mark.parametrize(
