@@ -39,7 +39,7 @@ class Budget:
     num_pages: int  # the null page included; 0 when nothing fits
     page_size: int  # tokens
     max_model_len: int  # tokens one request may have
-    missing_bytes: int  # to hold weights, steps, KV on its way and one request of full length; 0 when it fits
+    missing_bytes: int  # for weights, steps, KV on its way and the given pool, else one request of full length; 0 when it fits
     problem: str | None
     is_share: bool  # the pool is what is left of `usable_bytes`
 

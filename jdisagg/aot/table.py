@@ -96,7 +96,8 @@ def _budget(budget: Budget, memory_gib: float | None) -> list[list[str]]:
     pages = f"{budget.num_pages:,} pages of {budget.page_size} tokens; {_kv(budget.kv_tokens, budget.max_model_len)}"
     rows.append(["KV pool", _gib(budget.pool_bytes), pages if budget.num_pages else "nothing left"])
     if budget.missing_bytes:
-        rows.append(["MISSING", _gib(budget.missing_bytes), f"for one request of {budget.max_model_len:,} tokens"])
+        what = "this pool" if budget.num_pages else f"one request of {budget.max_model_len:,} tokens"
+        rows.append(["MISSING", _gib(budget.missing_bytes), f"for {what}"])
     return rows
 
 
