@@ -9,9 +9,10 @@ from typing import Any
 from jdisagg.aot.abstract import ModelForm
 from jdisagg.aot.accelerators import Accelerator, read_accelerators
 from jdisagg.aot.budget import make_budget
-from jdisagg.aot.planned import PlannedEngine
+from jdisagg.aot.planned import PlannedEngine, planned_engines
 from jdisagg.core.config import Config
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.requests import Role
 from jdisagg.kv.spec import ITEM_BYTES
 from jdisagg.models.form import choose_dtypes
 
@@ -78,10 +79,32 @@ def _attempts(base: _Attempt) -> Iterator[tuple[str, _Attempt]]:
         yield "kv", replace(base, change="--kv-cache-dtype int8", form=form)
     for other in (base.accelerator, *(each for each in read_accelerators().values() if each.name != base.accelerator.name)):
         for tp in _tps(base, other):
+            flag, changed = _cut(base, tp)
+            if not _is_planned(changed, other):
+                continue
             engine = replace(base.engine, tp=tp, devices=tuple(range(tp)))
             size = "" if other is base.accelerator else f", {other.memory_gib:g} GiB each"
-            text = f"--tp {tp} ({tp} x {other.title}{size})"
+            text = f"{flag} {tp} ({tp} x {other.title}{size})"
             yield f"on {other.name}", replace(base, change=text, engine=engine, accelerator=other)
+
+
+def _cut(base: _Attempt, tp: int) -> tuple[str, Config]:
+    """The flag that cuts the engine over `tp` devices, whichever they are, and a configuration with it."""
+    config = replace(base.config, device=replace(base.config.device, devices=None))
+    if config.role not in ("local", "colocated"):
+        return "--tp", replace(config, model=replace(config.model, tensor_parallel_size=tp))
+    if base.engine.role is Role.PREFILL:
+        return "--prefill-tp", replace(config, local=replace(config.local, prefill_tp=tp))
+    return "--decode-tp", replace(config, local=replace(config.local, decode_tp=tp))
+
+
+def _is_planned(config: Config, accelerator: Accelerator) -> bool:
+    """Whether one host has the devices for all that the configuration starts."""
+    host = accelerator.largest_host
+    try:
+        return host is not None and bool(planned_engines(config, host))
+    except ConfigError:
+        return False
 
 
 def _tps(base: _Attempt, accelerator: Accelerator) -> Iterator[int]:

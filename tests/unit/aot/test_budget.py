@@ -10,7 +10,7 @@ from jdisagg.aot.accelerators import GIB, read_accelerators
 from jdisagg.aot.budget import make_budget
 from jdisagg.aot.planned import PlannedEngine
 from jdisagg.aot.remedies import remedies
-from jdisagg.core.config import CacheConfig, Config, LayerLoop, ModelConfig, SchedulerConfig
+from jdisagg.core.config import CacheConfig, Config, DeviceConfig, LayerLoop, LocalConfig, ModelConfig, SchedulerConfig
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.requests import Role
 from jdisagg.models.resolve import read_model_config
@@ -57,7 +57,7 @@ def test_8b_does_not_fit_one_v5e_chip_and_it_says_what_is_missing_and_what_would
     one_request = 513 * budget.page_bytes  # 8192 tokens in pages of 16, and the null page
     usable = int(int(15.75 * GIB) * 0.9)
     assert budget.missing_bytes == budget.weights_bytes + budget.steps_bytes + one_request - usable
-    found = {remedy.change: remedy for remedy in remedies(form("llama3-8b"), engine(1), Config(), DEVICES["v5e"])}
+    found = {remedy.change: remedy for remedy in remedies(form("llama3-8b"), engine(1), Config(role="unified"), DEVICES["v5e"])}
     two = next(remedy for change, remedy in found.items() if change.startswith("--tp 2"))
     tried, _ = make_budget(form("llama3-8b"), engine(2), Config(), DEVICES["v5e"])
     assert (tried.problem, tried.kv_tokens) == (None, two.kv_tokens)
@@ -162,3 +162,27 @@ def test_no_more_devices_are_advised_than_one_host_has() -> None:
         "--tp 8 (8 x NVIDIA H100",
         "--tp 4 (4 x NVIDIA H200",
     ]
+
+
+@pytest.mark.parametrize(
+    ("role", "advised"),
+    [
+        ("colocated", ["--prefill-tp 2 (2 x TPU v5e)", "--decode-tp 2 (2 x TPU v5e)"]),
+        ("local", ["--prefill-tp 2 (2 x TPU v5e)", "--decode-tp 2 (2 x TPU v5e)"]),
+        ("decode", ["--tp 2 (2 x TPU v5e)", "--tp 2 (2 x TPU v5e)"]),
+    ],
+)
+def test_devices_are_advised_by_the_flag_of_their_engine(role: str, advised: list[str]) -> None:
+    engines = [PlannedEngine(role=each, tp=1, devices=(0,)) for each in (Role.PREFILL, Role.DECODE)]
+    config = Config(role=role, local=LocalConfig(prefill_tp=1, decode_tp=1), device=DeviceConfig(devices="0"))
+    found = [remedies(form("llama3-8b"), each, config, DEVICES["v5e"]) for each in engines]
+    assert [next(each.change for each in one if "tp 2 " in each.change) for one in found] == advised
+
+
+def test_devices_that_the_other_engines_of_the_host_leave_are_advised() -> None:
+    """Eight v5e chips hold 8B in float32 cut over four, and one more engine of four beside it, but not of eight."""
+    wide, planned = form("llama3-8b", dtype="float32"), PlannedEngine(role=Role.PREFILL, tp=2, devices=(0, 1))
+    for decode_tp, there in ((4, True), (8, False)):
+        config = Config(role="local", local=LocalConfig(prefill_tp=2, decode_tp=decode_tp))
+        changes = [each.change for each in remedies(wide, planned, config, DEVICES["v5e"])]
+        assert ("--prefill-tp 4 (4 x TPU v5e)" in changes) is there
