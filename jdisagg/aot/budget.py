@@ -23,6 +23,7 @@ from jdisagg.engine.sizing import (
 from jdisagg.kv.pool import MIN_PAGES
 from jdisagg.models.abstract import abstract_params, bytes_per_device
 from jdisagg.models.limits import check_model
+from jdisagg.sched.intake import Limits, check_config
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +82,13 @@ def make_budget(
             pages_per_seq=sizes.device.pages_per_seq,
             numerics=config.model.numerics,
         )
+        limits = Limits(
+            role=engine.role,
+            max_model_len=sizes.runner.max_model_len,
+            page_size=layout.page_size,
+            num_usable_pages=sizes.num_pages - 1,
+        )
+        check_config(config.scheduler, limits)
     except ConfigError as error:
         problem = error.message
     longest = config.model.max_model_len or form.spec.max_model_len

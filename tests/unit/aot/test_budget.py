@@ -49,6 +49,22 @@ def test_an_engine_of_few_rows_still_scores_prompts() -> None:
     assert budget.steps_bytes == 4 * 4 * 64 * 128256
 
 
+@pytest.mark.parametrize(
+    ("scheduler", "told"),
+    [
+        (SchedulerConfig(enable_chunked_prefill=False), "without chunked prefill one step computes up to 8192 tokens"),
+        (SchedulerConfig(max_num_kv_read_tokens=3), "max_num_kv_read_tokens is 3"),
+        (SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=32), "but 64 sequences decode 64 tokens a step"),
+    ],
+)
+def test_what_the_scheduler_would_refuse_is_a_problem_and_its_remedies_start(scheduler: SchedulerConfig, told: str) -> None:
+    given = form("llama3-8b"), engine(1), Config(role="unified", scheduler=scheduler), DEVICES["h200"]
+    budget, sizes = make_budget(*given)
+    assert sizes is None
+    assert told in (budget.problem or "")
+    assert not any("--max-num-batched-tokens" in remedy.change for remedy in remedies(*given))
+
+
 def test_8b_does_not_fit_one_v5e_chip_and_it_says_what_is_missing_and_what_would_do() -> None:
     budget, sizes = make_budget(form("llama3-8b"), engine(1), Config(), DEVICES["v5e"])
     assert sizes is None
