@@ -14,6 +14,7 @@ from jdisagg.router.entry import Entry
 from jdisagg.router.flight import Flight
 from jdisagg.router.homes import Homes
 from jdisagg.router.prefixes import Near, Prefixes, beginnings_of
+from jdisagg.router.setbacks import MOST_ASKED
 from jdisagg.router.usable import Needs, Wishes
 from jdisagg.router.workers import Workers
 
@@ -50,7 +51,7 @@ class Placement:
         entry = self._fleet.choose(self.weights(flight), now_s, _needs(flight), wishes)
         if entry is None:
             return False
-        num_asked = len(self._fleet.usable(self._next_weights(flight), _needs(flight)).entries)
+        num_asked = min(len(self._fleet.usable(self._next_weights(flight), _needs(flight)).entries), MOST_ASKED)
         flight.home.settle(entry.member.address, entry.member.card.answers)
         self._submit(flight, entry, near, kin, num_asked)
         self._prefixes.note(flight.home.beginnings, entry.key, flight.prefill.cache if flight.prefill else None)

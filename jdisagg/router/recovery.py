@@ -30,7 +30,7 @@ class ReplayConfig:
     """How much recovery a router affords."""
 
     max_deaths: int = 2  # a request in flight at so many deaths (or twice as many silences) is failed and refused for a while
-    max_refusals: int = 8  # replays after a worker gave the request back; full ones in a row count once all have been asked
+    max_refusals: int = 8  # replays after a worker gave the request back: see `Setbacks`
     quarantine_s: float = 60.0
     budget_share: float = 0.5  # replays per new request ..
     budget_floor: int = 64  # .. and this many a minute, beside everything alive once: see `ReplayBudget`
@@ -77,7 +77,8 @@ class Replays:
             flight.setbacks.begin(now_s)
         flight.setbacks.last = lost.error.message
         flight.setbacks.deaths += lost.death
-        flight.setbacks.refusals += not lost.death and (alone or not passes_on)
+        if not lost.death:
+            flight.setbacks.given_back(is_full=passes_on, alone=alone)
         try:
             self._check(flight, lost, alone=alone, num_live=num_live, now_s=now_s)
         except RequestError as verdict:
@@ -147,7 +148,7 @@ class Replays:
             )
         error = flight.setbacks.refused(lost.error) if isinstance(lost.error, Overloaded) else lost.error
         was_accepted = flight.setbacks.deaths and flight.is_untouched  # by a worker that is gone; the others get fuller
-        is_full = alone and isinstance(error, Overloaded) and not was_accepted
+        is_full = flight.setbacks.has_asked_all and isinstance(error, Overloaded) and not was_accepted
         if is_full or flight.setbacks.refusals > self._config.max_refusals:
             raise error
         refused = not lost.death and flight.is_untouched and isinstance(error, Overloaded | Unavailable)
@@ -217,8 +218,10 @@ class ReplayBudget:
     def take(self, num_live: int, now_s: float) -> bool:
         """Whether one more replay may start now, with `num_live` requests alive."""
         size = self._floor + num_live
-        self._largest = max(size, self._largest if self._spent else 0)
+        self._largest = max(size, self._largest)
         self._spent = max(0.0, self._spent - max(0.0, now_s - self._leaked_s) * self._largest / WINDOW_S)
+        if not self._spent:
+            self._largest = size
         self._leaked_s = max(self._leaked_s, now_s)
         if self._spent + 1.0 > size:
             return False

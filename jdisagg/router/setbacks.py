@@ -11,6 +11,7 @@ from jdisagg.router.entry import Entry
 from jdisagg.router.worker_news import EVICTED
 
 SILENCE = 0.5  # deaths
+MOST_ASKED = 32  # full workers, one behind the other, of a fleet that has more
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,9 @@ class Setbacks:
     def __init__(self) -> None:
         self.tried: frozenset[str] = frozenset()  # addresses that failed it
         self.deaths = 0
-        self.refusals = 0
+        self.refusals = 0  # but for those of full workers that did nothing for it, until all have been asked
+        self._num_full = 0  # of the latter
+        self._was_alone = False
         self.last = ""  # what the attempt before this one was lost to
         self._blamed: dict[Key, float] = {}  # deaths, by workers that may come back
         self._blamed_attempt: int | None = None  # the last one
@@ -57,6 +60,17 @@ class Setbacks:
         self._blamed_attempt = attempt
         if lost.worker is not None:
             self._blamed[lost.worker] = SILENCE if lost.reason in (SILENT, EVICTED) else 1.0
+
+    def given_back(self, *, is_full: bool, alone: bool) -> None:
+        """By a worker that lives; `is_full`: it did nothing for the request. `alone`: as all others have given it back."""
+        self._was_alone |= alone
+        self.refusals += not is_full or self.has_asked_all
+        self._num_full += is_full
+
+    @property
+    def has_asked_all(self) -> bool:
+        """Every worker there is, or as many as one asks that finds them full."""
+        return self._was_alone or self._num_full >= MOST_ASKED
 
     def is_back(self, worker: Key) -> None:
         """That process did not die of anything."""

@@ -90,12 +90,20 @@ def flaws_in(outcome: Outcome, entry: Entry, wanted: Choices, *, exact: bool) ->
     flaws = [Flaw.WRONG] if exact and outcome.changed else []
     for index in range(entry.n):
         got = outcome.choices.get(index, Choice())
-        got = replace(got, finish=None) if outcome.went_away else got
+        got = _as_it_ran(got, entry.stop) if outcome.went_away else got
         flaw = got.flaw_beside(wanted[index], whole=outcome.well) if exact else _miscounted(outcome.well, got, entry)
         if flaw is None and outcome.complete is not None:
             flaw = replace(got, logprobs=[]).flaw_beside(outcome.complete.get(index, Choice()), whole=outcome.well)
         flaws += [flaw] if flaw is not None else []
     return flaws
+
+
+def _as_it_ran(got: Choice, stop: tuple[str, ...]) -> Choice:
+    """Without what its abort may have brought: text that was withheld, as it was a part of a character, or could become a stop
+    string."""
+    text = got.text.rstrip("\ufffd")
+    begun = (each[:count] for each in stop for count in range(len(each), 0, -1))
+    return replace(got, text=text.removesuffix(max(filter(text.endswith, begun), key=len, default="")), finish=None)
 
 
 def _miscounted(well: bool, got: Choice, entry: Entry) -> Flaw | None:

@@ -45,9 +45,11 @@ class Auditor:
         start = threading.Thread.start  # waits until the new thread runs
 
         def begun(thread: threading.Thread) -> None:
-            mine, self._watched = self._watched, None
+            if self._watched != threading.get_ident():
+                return start(thread)
+            self._watched = None
             start(thread)
-            self._watched = mine
+            self._watched = threading.get_ident()
 
         monkeypatch.setattr(threading.Thread, "start", begun)
 

@@ -87,3 +87,24 @@ def test_what_arrives_in_parts_is_put_together() -> None:
     for part in (said([5], text="a", finish=None), said([], text="b", finish=None), said([7], logprobs=[-1.0])):
         one.take(0, part)
     assert one.choices == {0: Choice([5, 7], "ababc", [-1.0], "length")}
+
+
+@pytest.mark.parametrize(
+    ("text", "flaws"),
+    [
+        ("x sel", []),
+        ("x ", []),
+        ("x", []),
+        ("x \ufffd", []),
+        ("x s\ufffd", []),
+        ("x y", [Flaw.MISTOLD]),
+        ("x elf", [Flaw.MISTOLD]),
+    ],
+)
+def test_an_abort_may_bring_text_that_was_withheld(text: str, flaws: list[Flaw]) -> None:
+    entry, right = replace(ENTRY, stop=("self", "\n\n")), {0: said(RIGHT, text="x ", finish="stop")}
+    aborted = outcome(RIGHT, went_away=True)
+    aborted.choices = {0: said(RIGHT[:3], text=text, finish="abort")}
+    assert flaws_in(aborted, entry, right, exact=True) == flaws
+    aborted.went_away = False
+    assert flaws_in(aborted, entry, right, exact=True) == [Flaw.LOST], "nobody aborted it"

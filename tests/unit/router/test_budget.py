@@ -34,6 +34,16 @@ def test_what_was_spent_when_many_were_alive_is_over_within_a_minute_when_few_ar
     assert sum(budget.take(20, WINDOW_S) for _ in range(100)) == 84
 
 
+def test_how_many_were_alive_once_is_forgotten_when_that_is_over() -> None:
+    budget = ReplayBudget(share=0.5, floor=64)
+    assert sum(budget.take(10_000, 0.0) for _ in range(10_000)) == 10_000
+    for _ in range(100):
+        budget.admitted()
+    begin_s = 100 * WINDOW_S
+    granted = sum(budget.take(10, begin_s + WINDOW_S * i / 4000) for i in range(4000))
+    assert granted == 2 * 74 - 1, "a full bucket, and what a minute gives back"
+
+
 @given(
     st.lists(st.tuples(st.sampled_from(["new", "replay"]), st.floats(0, 1)), max_size=200),
     st.floats(0, 1),

@@ -15,7 +15,7 @@ from jdisagg.core.requests import Output
 from jdisagg.router.entry import Entry
 from jdisagg.router.flight import Flight
 from jdisagg.router.recovery import FAILED_EVERY_S, FAILED_FIRST, ReplayConfig, Replays
-from jdisagg.router.setbacks import Lost, Setbacks
+from jdisagg.router.setbacks import MOST_ASKED, Lost, Setbacks
 from tests.unit.router.test_late_registrations import MEMBER
 from tests.unit.wire.rig import member, request
 
@@ -94,11 +94,17 @@ def test_each_of_many_full_workers_is_asked_once_and_only_then_are_refusals_coun
     assert pauses == [0.0] * 20
     with pytest.raises(Overloaded):
         rig.lose(Overloaded("the last one", retry_after_s=5.0), alone=True)
+    many = Rig(max_refusals=2)
+    for _ in range(MOST_ASKED - 1):
+        many.lose(Overloaded("full"))
+    with pytest.raises(Overloaded):
+        many.lose(Overloaded("one of thousands"))
     accepted = Rig(max_refusals=2)
     accepted.die(1)  # it waited there, and goes on asking while the others are full
     for _ in range(20):
         accepted.lose(Overloaded("full"))
-    assert [accepted.lose(Overloaded("full"), alone=True) for _ in range(2)] == [0.1, 0.2]
+    assert accepted.lose(Overloaded("full"), alone=True) == 0.1
+    assert accepted.lose(Overloaded("one that came since")) == 0.0
     with pytest.raises(Overloaded):
         accepted.lose(Overloaded("full"), alone=True)
 
