@@ -92,13 +92,8 @@ def test_what_arrives_in_parts_is_put_together() -> None:
 @pytest.mark.parametrize(
     ("text", "flaws"),
     [
-        ("x sel", []),
-        ("x ", []),
-        ("x", []),
-        ("x \ufffd", []),
-        ("x s\ufffd", []),
-        ("x y", [Flaw.MISTOLD]),
-        ("x elf", [Flaw.MISTOLD]),
+        *((text, []) for text in ("x sel", "x ", "x", "x \ufffd", "x s\ufffd")),
+        *((text, [Flaw.MISTOLD]) for text in ("x y", "x elf")),
     ],
 )
 def test_an_abort_may_bring_text_that_was_withheld(text: str, flaws: list[Flaw]) -> None:
