@@ -147,17 +147,27 @@ def _first(failures: BaseExceptionGroup) -> BaseException:
 async def _write(
     answers: asyncio.Queue[Finished | None], journal: Journal, on_progress: Callable[[Sequence[Finished]], object]
 ) -> None:
-    """Journal whatever has gathered, one fsync for all of it, until None comes."""
-    open_ = True
-    while open_:
-        gathered = [await answers.get()]
-        while not answers.empty():
-            gathered.append(answers.get_nowait())
-        open_ = gathered[-1] is not None
-        finished = [answer for answer in gathered if answer is not None]
+    """Journal whatever has gathered, one fsync for all of it, until None comes; cancelled, what is there still."""
+
+    async def append(finished: Sequence[Finished]) -> None:
         if finished:
             await _to_its_end(journal.append, finished)
             on_progress(finished)
+
+    try:
+        open_ = True
+        while open_:
+            gathered = [await answers.get(), *_left(answers)]
+            open_ = gathered[-1] is not None
+            await append([answer for answer in gathered if answer is not None])
+    except asyncio.CancelledError:
+        await append([answer for answer in _left(answers) if answer is not None])
+        raise
+
+
+def _left(answers: asyncio.Queue[Finished | None]) -> Iterator[Finished | None]:
+    while not answers.empty():
+        yield answers.get_nowait()
 
 
 async def _to_its_end(write: Callable[[Any], None], what: Any) -> None:

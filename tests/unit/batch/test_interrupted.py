@@ -14,6 +14,7 @@ import pytest
 from jdisagg.batch.journal import Journal
 from jdisagg.batch.runner import Batch, run_batch
 from jdisagg.batch.sender import Sender
+from jdisagg.core.errors import Unavailable
 
 HANG_S = 60.0
 
@@ -77,3 +78,40 @@ def test_an_output_that_is_being_written_when_a_batch_is_cancelled_is_whole(tmp_
     _, was_there = cancelled(tmp_path, "\n", times)
     assert was_there
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["in.jsonl", "out.jsonl"]
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_what_was_answered_while_another_line_was_being_journalled_gets_there_too(tmp_path: Path, stops: bool) -> None:
+    """Whether the batch is cancelled, or ends as its server goes away."""
+    batch = Batch(input=tmp_path / "in.jsonl", output=tmp_path / "out.jsonl")
+    batch.input.write_text('{"prompt": "one"}\n' * 5, encoding="utf-8")
+    num_asked = 0
+
+    async def body() -> None:
+        async def serve(request: httpx.Request) -> httpx.Response:
+            nonlocal num_asked
+            num_asked += 1
+            number = num_asked
+            while number > 1 and not journal.is_writing:
+                await asyncio.sleep(0.005)
+            if number < 5:
+                return answer(request)
+            await asyncio.sleep(0.02 if stops else HANG_S)
+            raise httpx.ConnectError("refused")
+
+        async with httpx.AsyncClient(transport=httpx.MockTransport(serve), base_url="http://fake") as client:
+            with SlowJournal(batch.output, batch.header("fake")) as journal:
+                run = asyncio.ensure_future(run_batch(batch, journal, Sender(client, patience_s=0.0), lambda _: None))
+                while not (journal.is_writing and num_asked == 5):
+                    await asyncio.sleep(0.005)
+                await asyncio.sleep(0.05)
+                if not stops:
+                    run.cancel()
+                    await asyncio.sleep(0.02)
+                journal.may_go_on.set()
+                with pytest.raises(Unavailable if stops else asyncio.CancelledError):
+                    await run
+
+    asyncio.run(body())
+    with Journal(batch.output, batch.header("fake")) as journal:
+        assert [number for number in range(1, 6) if number in journal] == [1, 2, 3, 4]
