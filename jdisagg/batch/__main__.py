@@ -17,7 +17,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 import httpx
 
 from jdisagg.batch.command import Command, parse_command
-from jdisagg.batch.finished import answered_by, check_unpublished, has_failed_lines, keep_answers
+from jdisagg.batch.finished import answered_by, check_unpublished, end_former_run, has_failed_lines, keep_answers
 from jdisagg.batch.journal import Journal, check_journal
 from jdisagg.batch.lanes import Lanes, proxy_of
 from jdisagg.batch.progress import shown
@@ -108,10 +108,13 @@ async def _run(command: Command, tidy: Callable[[], object], interrupted: str) -
             os._exit(EXIT_STOPPED)
         sender = Sender(client, patience_s=command.patience_s)
         served = await served_model(sender)
+        header = batch.header(served.name, served.fingerprint)
+        if command.retry_failed:
+            await asyncio.to_thread(end_former_run, batch, header)
         is_again = command.retry_failed and batch.output.exists()
         if is_again and (had := answered_by(batch.output)) is not None:
             _check_model(command, had, served)
-        with Journal(batch.output, batch.header(served.name, served.fingerprint)) as journal:
+        with Journal(batch.output, header) as journal:
             if is_again:
                 await asyncio.to_thread(keep_answers, batch, journal)
             total = len(batch.numbers())

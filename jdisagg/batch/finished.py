@@ -41,6 +41,16 @@ def has_failed_lines(output: Path) -> bool:
     return any(line is not None and not stays(line) for line in _lines(output))
 
 
+def end_former_run(batch: Batch, header: dict[str, Any]) -> None:
+    """Publish what one left that was killed behind its last line: what failed in that is asked again, too. Raises ConfigError,
+    WriteFailed."""
+    if journal_path(batch.output).exists():
+        with Journal(batch.output, header) as journal:
+            numbers = batch.numbers()
+            if len(journal) == len(numbers):
+                journal.publish(numbers)
+
+
 def keep_answers(batch: Batch, journal: Journal) -> None:
     """What a finished output need not be asked again for counts as answered. The output stays until the next one is whole; an
     interrupted run takes the rest when it is repeated. Raises WriteFailed."""

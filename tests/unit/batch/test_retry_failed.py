@@ -111,6 +111,24 @@ def test_killed_before_it_had_taken_the_answers_it_takes_them_when_repeated(sour
         assert server.asked == {'"two"': 1}
 
 
+@pytest.mark.parametrize("was_renamed", [True, False])
+def test_killed_when_only_its_journal_was_to_be_removed_it_asks_again_all_the_same(
+    source: Path, tmp_path: Path, was_renamed: bool
+) -> None:
+    output = tmp_path / "out.jsonl"
+    with serving(odd={"two": LATE}) as server:
+        assert main(arguments(source, output, server)) == 0
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    with Journal(output, Batch(input=source, output=output).header("fake")) as journal:
+        journal.append(zip((1, 2, 3, 5, 6), lines, strict=True))
+    if not was_renamed:
+        output.unlink()
+    with serving() as server:
+        assert main(arguments(source, output, server, "--retry-failed")) == 0
+        assert server.asked == {'"two"': 1}
+    assert files(tmp_path) == ["in.jsonl", "out.jsonl"]
+
+
 def test_other_weights_do_not_answer_beside_those_that_did(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
