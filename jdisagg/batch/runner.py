@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -117,20 +117,27 @@ async def run_batch(
 async def _answer_all(
     batch: Batch, pending: Iterator[Call | BadLine], sender: Sender, answers: asyncio.Queue[Finished | None], created: int
 ) -> None:
-    async def answer_lines() -> None:
-        for line in pending:  # shared by all: each line is taken once
-            await answers.put((line.number, await _answer(batch, line, sender, created)))
+    places = asyncio.Semaphore(batch.max_concurrency)
+
+    async def answer(line: Call | BadLine) -> None:
+        with ExitStack() as place:
+            place.callback(places.release)
+            await answers.put((line.number, await _answer(batch, line, sender, created, place.close)))
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(min(batch.max_concurrency, len(batch.numbers()))):
-            group.create_task(answer_lines())
+        for line in pending:
+            await places.acquire()
+            group.create_task(answer(line))
 
 
-async def _answer(batch: Batch, line: Call | BadLine, sender: Sender, created: int) -> dict[str, Any]:
+async def _answer(
+    batch: Batch, line: Call | BadLine, sender: Sender, created: int, set_aside: Callable[[], object]
+) -> dict[str, Any]:
+    """`set_aside()`: it takes no place beside others from now on, see `Sender.send`."""
     if isinstance(line, BadLine):
         return error_line(line, batch_id=batch.id)
     try:
-        status_code, body = await sender.send(line, line_id(batch.id, line.number))
+        status_code, body = await sender.send(line, line_id(batch.id, line.number), set_aside)
     except BadAnswer as error:
         return bad_answer_line(line, error.message, batch_id=batch.id)
     return answer_line(line, status_code, body, batch_id=batch.id, created=created)

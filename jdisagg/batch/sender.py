@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from math import inf
-from time import monotonic
 
 import httpx
 
 from jdisagg.batch.answers import SHOWN_BYTES, read_answer, retry_after_s, shown
+from jdisagg.batch.awake import AwakeClock, Moment
 from jdisagg.batch.lines import Call
+from jdisagg.batch.service import MOST_LOST, Service
 from jdisagg.batch.tries import Absence, Answer, BadAnswer, NotNow, Tries
 from jdisagg.batch.turns import Turns
 from jdisagg.core.errors import ConfigError, Unavailable
-from jdisagg.core.looks import Looks
 from jdisagg.core.settings import API_KEY_VARIABLE
 
 log = logging.getLogger(__name__)
@@ -26,11 +26,7 @@ UNAUTHENTICATED = 401
 LOST = 502  # on its way, or by workers that went down with it
 LATE = 504  # its time is over
 RETRIED = frozenset({429, LOST, 503})  # "not now"
-MOST_LOST = 8  # for good, one after the other: a fleet that loses everybody's, and no fault of these
 PROBE_TIMEOUT_S = 10.0
-LOOK_S = 0.25  # between two looks at whether this process stood still (Ctrl-Z, and fg)
-TAKEN_S = 20.0  # who is under way for longer was taken: a router refuses within 5 s without workers, 10 s where all are full
-MUCH = 0.1  # of the time that a request took: so much in which this process stood still is why it is late
 SILENT_S, TOLD_EVERY_S = 1.0, 30.0  # a wait is told of when it has lasted that long, whichever request's it is; and so often
 
 
@@ -41,180 +37,141 @@ class Sender:
         """`patience_s`: how long a server may be unreachable or refuse before the batch stops, or lose a request."""
         self._client = client
         self._patience_s = patience_s
-        self._taken_s = min(TAKEN_S, patience_s / 2)
-        self._served_s = float("-inf")  # when the latest request that was answered had been sent
-        self._answered_s = float("-inf")  # when the latest answer came
-        self._losing_s: float | None = None  # since when requests are lost, and none is answered, ..
-        self._num_lost = 0  # .. and how many of them were lost for good
-        self._told_s = float("-inf")  # of a wait
-        self._looks = Looks(num_recent=0)
-        self._turns = Turns(self._now_s)
+        self._clock = AwakeClock()  # time in which this process stands still is no absence of the server's
+        self._turns = Turns(self._clock.now_s)
+        self._service = Service(self._turns, patience_s)
+        self._told_s = -inf  # of a wait
 
-    async def send(self, call: Call, request_id: str) -> Answer:
+    async def send(self, call: Call, request_id: str, set_aside: Callable[[], object] = lambda: None) -> Answer:
         """(HTTP status, body) of the answer; 502 when a server that is there lost this request for `patience_s`, or once more
         behind a quarantine, 429 or 503 when it served everybody else and then nobody for so long.
 
-        `request_id` becomes part of the one in the server's logs. Raises BadAnswer, and Unavailable when the server stays away
-        so long or refuses the API key, which is no request's fault."""
+        `request_id` becomes part of the one in the server's logs. `set_aside()`, which may be called again: it waits for all
+        others from now on. Raises BadAnswer, and Unavailable when the server stays away so long or refuses the API key,
+        which is no request's fault."""
         named = {"X-Request-Id": request_id}
         request = self._client.build_request("POST", call.url, json=call.body, headers=named)
-        with self._looked_at():
-            answer = await self._insist(f"line {call.number}", request)
+        answer = await self._insist(f"line {call.number}", request, set_aside)
         if answer[0] == UNAUTHENTICATED:
             raise _refused_key(str(answer[1])[:SHOWN_BYTES])
         return answer
 
     async def get(self, path: str) -> Answer:
         """Likewise, of a GET."""
-        with self._looked_at():
-            return await self._insist(path, self._client.build_request("GET", path))
+        return await self._insist(path, self._client.build_request("GET", path))
 
-    async def _insist(self, what: str, request: httpx.Request) -> Answer:
+    async def _insist(self, what: str, request: httpx.Request, set_aside: Callable[[], object] = lambda: None) -> Answer:
         tries, absence = Tries(), None
-        while True:
-            queued_s = self._now_s()
-            async with self._turn(tries):
-                sent_s = self._now_s()
-                if absence is not None:  # it was not asked meanwhile
-                    absence.since_s += sent_s - queued_s
-                outcome = await self._once(request)
-                if not isinstance(outcome, NotNow):
-                    self._served_s, self._answered_s = max(self._served_s, sent_s), self._now_s()
-                    self._losing_s, self._num_lost = None, 0
-                    return outcome
-                was_away = (outcome.taken or outcome.lost) and await self._come_back(what, outcome.why)
-            if outcome.taken or (was_away and not outcome.quarantined):
-                absence, kept = None, tries.add(outcome)
-            elif outcome.lost:
-                absence, kept = None, await self._rest(tries, what, outcome)
-            else:
-                absence = absence or Absence(self._now_s())
-                kept = await self._wait_out(absence, what, outcome)
-            if kept is not None:
-                return kept
+        with self._clock.watched():
+            while True:
+                queued_s = self._clock.now_s()
+                async with self._turn(tries, set_aside):
+                    sent = self._clock.moment()
+                    if absence is not None:  # it was not asked meanwhile
+                        absence.since_s += sent.awake_s - queued_s
+                    outcome = await self._once(request, sent)
+                    if not isinstance(outcome, NotNow):
+                        self._service.answered(outcome[0], sent.awake_s, self._clock.now_s())
+                        return outcome
+                    was_away = (outcome.taken or outcome.lost) and await self._come_back(what, outcome.why)
+                if outcome.taken or (was_away and not outcome.quarantined):
+                    absence, kept = None, tries.add(outcome)
+                elif outcome.lost:
+                    absence, kept = None, await self._rest(tries, what, outcome)
+                else:
+                    absence = absence or Absence(self._clock.now_s())
+                    kept = await self._wait_out(absence, what, outcome)
+                if kept is not None:
+                    return kept
 
-    def _turn(self, tries: Tries) -> AbstractAsyncContextManager[None]:
+    def _turn(self, tries: Tries, set_aside: Callable[[], object]) -> AbstractAsyncContextManager[None]:
         if tries.is_quarantined:
+            set_aside()
             return self._turns.alone()
         return self._turns.one_by_one() if tries.is_suspect else self._turns.beside_others()
 
     async def _come_back(self, what: str, why: str) -> bool:
         """Wait until the server answers something; False: at once. Raises Unavailable when it stays away."""
-        absence, was_away = Absence(self._now_s()), False
+        absence, was_away = Absence(self._clock.now_s()), False
         while away := await self._why_away():
             was_away = True
-            since_s = max(absence.since_s, self._answered_s)
-            await self._pause(absence.pause_s(), since_s, what, f"{why}; then {away}")
+            silent_s = self._service.silent_s(absence.since_s, self._clock.now_s())
+            await self._pause(absence.pause_s(), silent_s, what, f"{why}; then {away}")
         return was_away
 
     async def _rest(self, tries: Tries, what: str, outcome: NotNow) -> Answer | None:
-        """Before a request that was lost is asked again. Returns the answer to keep when it was lost for long enough, or others
-        were, and nobody served; raises Unavailable where that is so of many."""
-        now_s = self._now_s()
-        if self._losing_s is None or self._turns.longest_s() > self._taken_s:  # one is being computed
-            self._losing_s = now_s
-        serves_nobody = now_s - self._losing_s >= self._patience_s
+        """Before a request that was lost is asked again. Returns the answer to keep when it was lost for long enough; raises
+        Unavailable where that is so of many, and nobody is served."""
+        now_s = self._clock.now_s()
+        since_s = tries.lost_since_s(now_s)
+        serves_nobody = self._service.unserved_s(since_s, now_s) >= self._patience_s
         pause_s = None if serves_nobody else tries.rest_s(outcome, self._patience_s)
         if pause_s is None:
-            self._num_lost += 1
-            if serves_nobody and self._num_lost >= MOST_LOST:
+            if self._service.lost_for_good(since_s, now_s):
                 raise Unavailable(
                     f"{what}: {MOST_LOST} requests were lost, and none was served: {outcome.why}; "
                     "check the server's workers, then run the same command again to go on from here"
                 )
             return outcome.answer
         if pause_s >= SILENT_S:
-            how = "once more, beside nothing else," if tries.is_quarantined else "again"
-            self._tell("%s: %s; asked %s in %.0f s", what, outcome.why, how, pause_s)
+            how = "once more, beside nothing else, not before" if tries.is_quarantined else "again in"
+            self._tell("%s: %s; asked %s %.0f s", what, outcome.why, how, pause_s)
         await asyncio.sleep(pause_s)
         return None
 
     async def _wait_out(self, absence: Absence, what: str, outcome: NotNow) -> Answer | None:
         """Before the server, which refused or was not there, is asked again. Returns the answer to keep, should it have gone on
         to serve others and then nobody for the patience; raises Unavailable where it served nobody."""
-        since_s, now_s = max(absence.since_s, self._answered_s), self._now_s()
-        if outcome.answer is not None:  # one that is there and busy with others will come to this one, too
-            longest_s = self._turns.longest_s()
-            if longest_s > self._taken_s:
-                since_s = now_s
-            elif longest_s > 0:  # whether they are refused, too, is known by then
-                since_s += self._taken_s
-            if absence.since_s < self._served_s and now_s - since_s > self._patience_s:
+        now_s = self._clock.now_s()
+        if outcome.answer is None:
+            away_s = self._service.silent_s(absence.since_s, now_s)
+        else:
+            away_s = self._service.unserved_s(absence.since_s, now_s)
+            if away_s >= self._patience_s and self._service.passed_over(absence.since_s):
                 return outcome.answer
-        await self._pause(absence.pause_s(outcome.retry_after_s), since_s, what, outcome.why)
+        await self._pause(absence.pause_s(outcome.retry_after_s), away_s, what, outcome.why)
         return None
 
-    async def _pause(self, pause_s: float, since_s: float, what: str, why: str) -> None:
-        """Sleep, at most to the end of the patience with a server that is away since then. Raises Unavailable behind that."""
-        now_s = self._now_s()
-        left_s = since_s + self._patience_s - now_s
+    async def _pause(self, pause_s: float, away_s: float, what: str, why: str) -> None:
+        """Sleep, at most to the end of the patience with a server that is away for so long. Raises Unavailable behind that."""
+        left_s = self._patience_s - away_s
         if left_s <= 0:
             raise Unavailable(
                 f"{what}: no answer for {self._patience_s:g} s: {why}; "
                 "check the server, then run the same command again to go on from here"
             )
-        if now_s - since_s >= SILENT_S:
+        if away_s >= SILENT_S:
             self._tell("%s: %s; waiting for the server, up to %.0f s more", what, why, left_s)
         await asyncio.sleep(min(pause_s, left_s))
 
     def _tell(self, text: str, *told: object) -> None:
         """Of a wait, whichever request's it is."""
-        now_s = self._now_s()
+        now_s = self._clock.now_s()
         if now_s - self._told_s >= TOLD_EVERY_S:
             self._told_s = now_s
             log.warning(text, *told)
 
-    def _now_s(self) -> float:
-        """By a clock that stands still while this process does: that is no absence of the server's."""
-        return self._looks.awake_s(monotonic())
-
-    @contextmanager
-    def _looked_at(self) -> Iterator[None]:
-        """Whoever asks knows whether this process stands still meanwhile."""
-        looking = asyncio.create_task(self._look())
-        try:
-            yield
-        finally:
-            looking.cancel()
-
-    async def _look(self) -> None:
-        while True:
-            self._now_s()
-            await asyncio.sleep(LOOK_S)
-
-    async def _once(self, request: httpx.Request) -> Answer | NotNow:
+    async def _once(self, request: httpx.Request, sent: Moment) -> Answer | NotNow:
         """The answer, or why to try again. Requests carry their seed, so sending one twice does no harm."""
-        awake_s = self._looks.awake_s(sent_s := monotonic())
+        limit_s = request.extensions["timeout"]["read"] or inf
         try:
             response = await self._client.send(request)
         except httpx.TransportError as error:
             taken = isinstance(error, httpx.ReadTimeout | httpx.ReadError | httpx.RemoteProtocolError)
-            stood_still = self._stood_still(request, sent_s, awake_s)
-            return NotNow(_told(error), taken, isinstance(error, httpx.ReadTimeout), stood_still)
+            timed_out, stood_still = isinstance(error, httpx.ReadTimeout), self._clock.stood_still(sent, limit_s)
+            return NotNow(_told(error), taken, timed_out, stood_still)
         except httpx.DecodingError as error:
             raise BadAnswer(f"the server's answer cannot be unpacked: {error}") from error
+        answer = read_answer(response)
         why = f"HTTP {response.status_code}: {shown(response.content)}"
         if response.status_code in RETRIED:
             lost = response.status_code == LOST
             quarantined = lost and response.headers.get("x-should-retry") == "false"
-            return NotNow(
-                why,
-                lost=lost,
-                quarantined=quarantined,
-                retry_after_s=retry_after_s(response),
-                answer=read_answer(response),
-            )
-        if response.status_code == LATE and self._stood_still(request, sent_s, awake_s):
-            return NotNow(why, taken=True, timed_out=True, stood_still=True, answer=read_answer(response))
-        return read_answer(response)
-
-    def _stood_still(self, request: httpx.Request, since_s: float, awake_s: float) -> bool:
-        """Whether this process did for much of the time since then, `awake_s` by the sender's clock, or for so long that the
-        request had not all of its time."""
-        now_s = monotonic()  # read once, or a moment between two looks would be much of a short request
-        took_s, awake_s = now_s - since_s, self._looks.awake_s(now_s) - awake_s
-        limit_s = request.extensions["timeout"]["read"] or inf
-        return took_s - awake_s > MUCH * took_s or awake_s < limit_s <= took_s
+            wait_s = retry_after_s(response)
+            return NotNow(why, lost=lost, quarantined=quarantined, retry_after_s=wait_s, answer=answer)
+        if response.status_code == LATE and self._clock.stood_still(sent, limit_s):
+            return NotNow(why, taken=True, timed_out=True, stood_still=True, answer=answer)
+        return answer
 
     async def _why_away(self) -> str:
         """Why the server is not there; "" = it is. Raises Unavailable when it refuses the API key."""

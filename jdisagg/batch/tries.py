@@ -39,6 +39,7 @@ class Tries:
         self._times_taken = 0
         self._times_still = 0  # besides: held against nobody
         self._rested_s = 0.0  # behind losses
+        self._lost_s: float | None = None  # first
         self.is_quarantined = False  # it is asked once more, and nobody beside it
 
     @property
@@ -58,14 +59,19 @@ class Tries:
             raise BadAnswer(f"the server took the request {self._times_taken} times and answered others only: {outcome.why}")
         return outcome.answer
 
+    def lost_since_s(self, now_s: float) -> float:
+        """Once more lost. When it was the first time."""
+        self._lost_s = now_s if self._lost_s is None else self._lost_s
+        return self._lost_s
+
     def rest_s(self, outcome: NotNow, patience_s: float) -> float | None:
         """Once more lost, by a server that was there all the time. Returns how long to wait before it is asked again, with all
-        waits at most `patience_s`; None: what was answered is kept."""
+        waits but that for the end of a quarantine at most `patience_s`; None: what was answered is kept."""
         if self.is_quarantined or self._rested_s >= patience_s:
             return None
         if outcome.quarantined:
             self.is_quarantined = True
-            return min(QUARANTINE_S, patience_s)
+            return QUARANTINE_S
         pause_s = max(min(self._rested_s + FIRST_PAUSE_S, LONGEST_PAUSE_S), outcome.retry_after_s)  # twice the last one
         pause_s = min(pause_s, patience_s - self._rested_s)
         self._rested_s += pause_s

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 
 class Turns:
@@ -15,8 +15,7 @@ class Turns:
         self._clock = clock
         self._began_s: list[float] = []  # those under way, the first to begin first
         self._nobody = asyncio.Event()  # is under way
-        self._nobody.set()
-        self._door = asyncio.Lock()  # all come in by it, in order
+        self._is_one_alone = False
         self._suspect = asyncio.Lock()
 
     def longest_s(self) -> float:
@@ -26,16 +25,10 @@ class Turns:
     @asynccontextmanager
     async def beside_others(self) -> AsyncIterator[None]:
         """While nobody is alone."""
-        async with self._door:
-            began_s = self._clock()
-            self._began_s.append(began_s)
-            self._nobody.clear()
-        try:
+        while self._is_one_alone:
+            await self._nobody.wait()
+        with self._under_way():
             yield
-        finally:
-            self._began_s.remove(began_s)
-            if not self._began_s:
-                self._nobody.set()
 
     @asynccontextmanager
     async def one_by_one(self) -> AsyncIterator[None]:
@@ -45,7 +38,24 @@ class Turns:
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        """Once all that are under way have ended; until this one has, nobody comes in."""
-        async with self._door:
+        """Once nobody is under way, which nobody is kept from until then; until this one has ended nobody comes in."""
+        while self._began_s:
             await self._nobody.wait()
+        self._is_one_alone = True
+        try:
+            with self._under_way():
+                yield
+        finally:
+            self._is_one_alone = False
+
+    @contextmanager
+    def _under_way(self) -> Iterator[None]:
+        began_s = self._clock()
+        self._began_s.append(began_s)
+        self._nobody.clear()
+        try:
             yield
+        finally:
+            self._began_s.remove(began_s)
+            if not self._began_s:
+                self._nobody.set()

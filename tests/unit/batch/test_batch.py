@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -109,9 +110,9 @@ def test_no_more_of_a_batch_is_under_way_than_it_has_lines(tmp_path: Path, monke
     tasks: list[int] = []
     send = Sender.send
 
-    async def counted(self: Sender, call: Call, request_id: str) -> Answer:
+    async def counted(self: Sender, call: Call, request_id: str, set_aside: Callable[[], object]) -> Answer:
         tasks.append(len(asyncio.all_tasks()))
-        return await send(self, call, request_id)
+        return await send(self, call, request_id, set_aside)
 
     monkeypatch.setattr(Sender, "send", counted)
     source = write(tmp_path / "in.jsonl", ['{"prompt": "one"}', "", '{"prompt": "two"}'])

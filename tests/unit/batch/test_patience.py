@@ -21,6 +21,7 @@ FINE = httpx.Response(200, json={"object": "text_completion"})
 BUSY = httpx.Response(503, json={"error": {"message": "busy"}})
 LATE = httpx.Response(504, json={"error": {"message": "late"}})
 LOST = httpx.Response(502, json={"error": {"message": "lost"}})
+WRONG = httpx.Response(400, json={"error": {"message": "too long"}})  # as a router without workers says, too
 DROPPED = httpx.RemoteProtocolError("Server disconnected without sending a response.")
 Step = tuple[float, httpx.Response | Exception]  # seconds it takes, and what comes of it
 
@@ -49,7 +50,7 @@ def now_s() -> float:
 @pytest.fixture(autouse=True)
 def _short_pauses_by_the_loop_s_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jdisagg.batch.tries.FIRST_PAUSE_S", 0.02)
-    monkeypatch.setattr("jdisagg.batch.sender.monotonic", now_s)
+    monkeypatch.setattr("jdisagg.batch.awake.monotonic", now_s)
 
 
 class Server:
@@ -191,7 +192,7 @@ def test_what_this_process_loses_between_two_looks_at_the_clock_is_no_standstill
         asyncio.get_running_loop()._selector.now_s += draw.choice([0.0, 0.0004])  # type: ignore[attr-defined]
         return now_s()
 
-    monkeypatch.setattr("jdisagg.batch.sender.monotonic", late_s)
+    monkeypatch.setattr("jdisagg.batch.awake.monotonic", late_s)
     server = Server(0.0, a=[(0.0005, DROPPED)] * MOST_TIMES_TAKEN + [(0.0, FINE)])
     (error,) = ask(server, "a")
     assert isinstance(error, BadAnswer)
@@ -223,6 +224,20 @@ def test_nothing_goes_on_once_everything_is_answered() -> None:
 
     with asyncio.Runner(loop_factory=sleepless) as runner:
         runner.run(body())
+
+
+def test_one_task_looks_whether_this_process_stands_still_however_many_ask() -> None:
+    class Counting(Server):
+        most = 0
+
+        async def __call__(self, request: httpx.Request) -> httpx.Response:
+            looking = sum("look" in str(task.get_coro()) for task in asyncio.all_tasks())
+            self.most = max(self.most, looking)
+            return await super().__call__(request)
+
+    names = [f"a{i}" for i in range(9)]
+    ask(server := Counting(0.0, **{name: [(0.1, BUSY), (0.1, FINE)] for name in names}), *names)
+    assert server.most == 1
 
 
 def test_after_a_standstill_of_this_process_a_server_that_refuses_has_what_is_left_of_the_patience() -> None:
@@ -274,6 +289,26 @@ def test_a_server_that_has_just_taken_another_one_is_not_away() -> None:
     assert ask(server, "a", "b") == [(200, {"object": "text_completion"})] * 2
     assert PATIENCE_S / 2 < server.asked_s["b"] < PATIENCE_S
     assert server.asked_s["a"] > 2.0 + server.asked_s["b"]
+
+
+def test_a_server_that_was_long_over_another_one_has_the_whole_patience_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its only worker went down with that one, and is back in less."""
+    monkeypatch.setattr("jdisagg.batch.tries.LONGEST_PAUSE_S", 0.05)
+
+    class Restarting(Server):
+        async def __call__(self, request: httpx.Request) -> httpx.Response:
+            response = await super().__call__(request)
+            return FINE if response is BUSY and now_s() - BEGAN_S > 2.4 else response
+
+    server = Restarting(0.0, a=[(0, BUSY)] * 90, b=[(2.0, BUSY), *[(0, BUSY)] * 20])
+    assert ask(server, "a", "b") == [(200, {"object": "text_completion"})] * 2
+
+
+def test_who_is_refused_is_not_passed_over_where_nobody_was_served_but_a_wrong_request_refused() -> None:
+    outcomes = ask(server := Server(0.0, a=[(0, BUSY)] * 60, b=[(0, BUSY), (0, WRONG)]), "a", "b")
+    assert isinstance(outcomes[0], Unavailable)
+    assert outcomes[1] == (400, {"error": {"message": "too long"}})
+    assert PATIENCE_S <= server.ended_s < 2 * PATIENCE_S
 
 
 def test_an_answer_counts_when_it_came_and_not_when_it_was_asked_for() -> None:
