@@ -27,6 +27,7 @@ LOST = 502  # on its way, or by workers that went down with it
 LATE = 504  # its time is over
 RETRIED = frozenset({429, LOST, 503})  # "not now"
 PROBE_TIMEOUT_S = 10.0
+AT_THE_DOOR_S = 1.0  # who is refused sooner was not in flight: its prompt is in quarantine, and as many may be that come next
 SILENT_S, TOLD_EVERY_S = 1.0, 30.0  # a wait is told of when it has lasted that long, whichever request's it is; and so often
 
 
@@ -64,11 +65,11 @@ class Sender:
         tries, absence = Tries(), None
         with self._clock.watched():
             while True:
-                queued_s = self._clock.now_s()
+                queued_s, long_s = self._clock.now_s(), self._turns.long_s
                 async with self._turn(tries, set_aside):
                     sent = self._clock.moment()
-                    if absence is not None:  # it was not asked meanwhile
-                        absence.since_s += sent.awake_s - queued_s
+                    if absence is not None:  # it stood behind one that was computed; behind refusals time goes on
+                        absence.since_s += min(sent.awake_s - queued_s, self._turns.long_s - long_s)
                     outcome = await self._once(request, sent)
                     if not isinstance(outcome, NotNow):
                         self._service.answered(outcome[0], sent.awake_s, self._clock.now_s())
@@ -77,6 +78,8 @@ class Sender:
                 if outcome.taken or (was_away and not outcome.quarantined):
                     absence, kept = None, tries.add(outcome)
                 elif outcome.lost:
+                    if outcome.quarantined and self._clock.now_s() - sent.awake_s >= AT_THE_DOOR_S:
+                        set_aside()
                     absence, kept = None, await self._rest(tries, what, outcome)
                 else:
                     absence = absence or Absence(self._clock.now_s())
@@ -127,7 +130,7 @@ class Sender:
             away_s = self._service.silent_s(absence.since_s, now_s)
         else:
             away_s = self._service.unserved_s(absence.since_s, now_s)
-            if away_s >= self._patience_s and self._service.passed_over(absence.since_s):
+            if away_s >= self._patience_s and self._service.passed_over(absence.began_s):
                 return outcome.answer
         await self._pause(absence.pause_s(outcome.retry_after_s), away_s, what, outcome.why)
         return None

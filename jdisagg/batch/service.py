@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from math import inf
 
-from jdisagg.batch.turns import Turns
+from jdisagg.batch.turns import LONG_S, Turns
 
 SERVED = 200  # no other answer takes anybody who computes: a router without workers says that a prompt is too long
 MOST_LOST = 8  # for good, one after the other: a fleet that loses everybody's, and no fault of these
-TAKEN_S = 20.0  # who is under way for longer was taken: a router refuses within 5 s without workers, 10 s where all are full
 
 
 class Service:
@@ -18,7 +17,7 @@ class Service:
         """`patience_s`: for so long it may serve nobody."""
         self._turns = turns
         self._patience_s = patience_s
-        self._taken_s = min(TAKEN_S, patience_s / 2)
+        self._long_s = min(LONG_S, patience_s / 2)
         self._answered_s = -inf  # the latest answer came, whatever it said
         self._served_s = -inf  # .. and one that served its request
         self._sent_s = -inf  # the latest of those that were served had been
@@ -40,9 +39,9 @@ class Service:
     def unserved_s(self, since_s: float, now_s: float) -> float:
         """For how long it served nobody and was not busy, since then at most. Of a server that is there."""
         longest_s = self._turns.longest_s()
-        if longest_s > self._taken_s:  # it will come to others, too
+        if longest_s > self._long_s:  # it will come to others, too
             self._busy_s = now_s
-        not_yet_s = self._taken_s if 0 < longest_s <= self._taken_s else 0.0  # whether that one is refused is known by then
+        not_yet_s = self._long_s if 0 < longest_s <= self._long_s else 0.0  # whether that one is refused is known by then
         return now_s - max(since_s, self._served_s, self._busy_s) - not_yet_s
 
     def passed_over(self, since_s: float) -> bool:

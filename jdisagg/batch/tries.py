@@ -81,8 +81,9 @@ class Tries:
 class Absence:
     """Of a server that refuses, or is not there."""
 
-    def __init__(self, since_s: float) -> None:
-        self.since_s = since_s
+    def __init__(self, began_s: float) -> None:
+        self.began_s = began_s
+        self.since_s = began_s  # less the time in which it was asked nothing
         self._pause_s = FIRST_PAUSE_S
 
     def pause_s(self, least_s: float = 0.0) -> float:

@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
+LONG_S = 20.0  # whose turn is longer is being computed: a router refuses within 5 s without workers, 10 s where all are full
+
 
 class Turns:
     """Of the requests of one batch. Use from one event loop."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock`: in seconds."""
+        self.long_s = 0.0  # time of all turns that were long, as if one behind the other
         self._clock = clock
         self._began_s: list[float] = []  # those under way, the first to begin first
         self._nobody = asyncio.Event()  # is under way
@@ -57,5 +60,7 @@ class Turns:
             yield
         finally:
             self._began_s.remove(began_s)
+            if (took_s := self._clock() - began_s) > LONG_S:
+                self.long_s += took_s
             if not self._began_s:
                 self._nobody.set()

@@ -137,15 +137,20 @@ def test_who_comes_while_one_that_was_quarantined_is_asked_waits_and_is_not_held
     assert server.asked_s["d"] >= 2 * PATIENCE_S
 
 
+@pytest.mark.parametrize(("in_flight_s", "other_s"), [(2.0, 2.0), (0.0, PATIENCE_S)])
 def test_the_place_of_one_that_was_quarantined_is_another_one_s_until_all_others_are_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_flight_s: float, other_s: float
 ) -> None:
+    """Only behind the quarantine, where it was refused at once: as those would be that have the same prompt."""
+
     async def at_once(function: Callable[..., object], *arguments: object) -> object:
         return function(*arguments)
 
     monkeypatch.setattr(asyncio, "to_thread", at_once)  # a thread takes none of the loop's time, but ages by its clock
     names = [f"b{number}" for number in range(9)]
-    server = Watched(a=[(0, QUARANTINED), (1.0, FINE)], **{name: [(0.9 + 0.01 * i, FINE)] for i, name in enumerate(names)})
+    server = Watched(
+        a=[(in_flight_s, QUARANTINED), (1.0, FINE)], **{name: [(0.9 + 0.01 * i, FINE)] for i, name in enumerate(names)}
+    )
     batch = Batch(input=tmp_path / "in.jsonl", output=tmp_path / "out.jsonl", max_concurrency=2)
     batch.input.write_text("".join(json.dumps({"prompt": "p", "name": name}) + "\n" for name in ("a", *names)))
 
@@ -159,7 +164,17 @@ def test_the_place_of_one_that_was_quarantined_is_another_one_s_until_all_others
     assert server.spans[-1][0] == "a"
     assert not server.beside(server.spans[-1])
     assert max(sum(begin <= at < end for _, begin, end in server.spans) for _, at, _ in server.spans) == 2
-    assert server.spans[-1][2] < 6.0, "both places were taken all the time"
+    assert any(begin == pytest.approx(other_s, abs=0.01) for _, begin, _ in server.spans)
+    assert server.spans[-1][2] < 7.0, "both places were taken all the time"
+
+
+def test_a_server_that_refuses_stops_the_batch_however_many_are_asked_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a router without workers, which waits for one each time."""
+    monkeypatch.setattr("tests.unit.batch.test_patience.PATIENCE_S", 60.0)
+    scripts: dict[str, list[Step]] = {f"a{i}": [(2, QUARANTINED), *[(5, BUSY)] * 90] for i in range(12)}
+    outcomes = ask(server := Server(0.0, b=[(5, BUSY)] * 90, **scripts), *scripts, "b")
+    assert [type(outcome) for outcome in outcomes] == [Unavailable] * 13
+    assert 60.0 < server.ended_s < 150.0
 
 
 def test_many_that_were_set_aside_and_are_lost_again_when_all_others_were_served_stop_nothing() -> None:

@@ -104,6 +104,20 @@ def test_waiting_for_another_line_s_turn_is_not_the_server_s_absence() -> None:
     assert ask(server, "a", "b") == [(200, {"object": "text_completion"})] * 2
 
 
+def test_waiting_for_one_that_is_computed_for_long_and_not_served_is_not_the_server_s_absence_either() -> None:
+    """Both are dropped twice; `b` takes a minute then, and its worker goes down with it."""
+    twice = [(0.0, DROPPED)] * 2
+    server = Server(0.0, a=[*twice, (0, BUSY), (0, BUSY), (0, FINE)], b=[*twice, (60.0, BUSY), (0, FINE)])
+    assert ask(server, "a", "b") == [(200, {"object": "text_completion"})] * 2
+
+
+def test_who_was_refused_before_others_were_even_sent_fails_alone_though_it_waited_for_its_turn_since() -> None:
+    twice = [(0.0, DROPPED)] * 2
+    server = Server(0.0, a=[*twice, *[(0, BUSY)] * 60], b=[*twice, (60.0, WRONG)], c=[(0.5, BUSY), (0, FINE)])
+    assert ask(server, "a", "b", "c")[0] == (503, {"error": {"message": "busy"}})
+    assert server.ended_s > 60.0
+
+
 @pytest.mark.parametrize(("restarts", "least_s", "most_s"), [(1, 1.0, 1.5), (2, 20.0, 20.5)])
 def test_a_server_that_restarts_once_is_asked_everything_again_at_once_and_one_by_one_behind_a_second_time(
     restarts: int, least_s: float, most_s: float
