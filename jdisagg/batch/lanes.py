@@ -6,6 +6,9 @@ In one client every request looks at every connection: a row costs 2 ms at 32 of
 from __future__ import annotations
 
 import asyncio
+import socket
+from collections.abc import Mapping
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -14,6 +17,9 @@ import httpx
 from jdisagg.core.errors import ConfigError
 
 _ONE = httpx.Limits(max_connections=1, max_keepalive_connections=1)
+# The kernel asks the other one whether it is there still, in all for 90 s: nothing is said while an answer is computed, and a
+# host without power never hangs up.
+_ASKED_AFTER = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 6}
 
 
 class Lanes(httpx.AsyncBaseTransport):
@@ -33,6 +39,7 @@ class Lanes(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Raises httpx.TransportError."""
         lane = self._idle.pop() if self._idle else self._open()
+        request.extensions = {**request.extensions, "trace": _ask_after}
         try:
             response = await lane.send(request, stream=True)
             try:
@@ -51,6 +58,14 @@ class Lanes(httpx.AsyncBaseTransport):
         lane = httpx.AsyncClient(verify=self._certificates, limits=_ONE)
         self._all.append(lane)
         return lane
+
+
+async def _ask_after(event: str, told: Mapping[str, Any]) -> None:
+    if event == "connection.connect_tcp.complete":
+        connection: socket.socket = told["return_value"].get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _ASKED_AFTER.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def proxy_of(url: str) -> str | None:

@@ -52,6 +52,23 @@ def test_connections_are_used_again_and_closed_at_the_end() -> None:
         assert not server.open
 
 
+def test_whether_the_server_s_host_is_there_is_asked_while_an_answer_is_computed() -> None:
+    """By the kernel, which shows the timer of a connection that waits for nothing else: 02 is that of keepalive."""
+
+    async def body() -> None:
+        async with httpx.AsyncClient(transport=Lanes(), base_url=server.url) as client:
+            asked = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "p", "seed": 1}))
+            while not server.at_once:
+                await asyncio.sleep(0.01)
+            rows = [row.split() for row in Path("/proc/self/net/tcp").read_text("ascii").splitlines()[1:]]
+            timers = [row[5] for row in rows if int(row[2].rpartition(":")[2], 16) == server.server_address[1]]
+            assert [timer.partition(":")[0] for timer in timers] == ["02"]
+            assert (await asked).status_code == 200
+
+    with serving(delay_s=0.3) as server:
+        asyncio.run(body())
+
+
 def test_an_answer_is_what_a_client_of_its_own_would_get() -> None:
     """With its status; and after a hang-up the next one comes on another connection."""
 
