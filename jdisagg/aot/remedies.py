@@ -84,7 +84,8 @@ def _attempts(base: _Attempt) -> Iterator[tuple[str, _Attempt]]:
                 continue
             engine = replace(base.engine, tp=tp, devices=tuple(range(tp)))
             size = "" if other is base.accelerator else f", {other.memory_gib:g} GiB each"
-            text = f"{flag} {tp} ({tp} x {other.title}{size})"
+            named = "" if base.config.device.devices is None else ", and other --devices"
+            text = f"{flag} {tp}{named} ({tp} x {other.title}{size})"
             yield f"on {other.name}", replace(base, change=text, engine=engine, accelerator=other)
 
 
@@ -100,7 +101,10 @@ def _cut(base: _Attempt, tp: int) -> tuple[str, Config]:
 
 def _is_planned(config: Config, accelerator: Accelerator) -> bool:
     """Whether one host has the devices for all that the configuration starts."""
-    host = accelerator.largest_host
+    host, local = accelerator.largest_host, config.local
+    total = local.num_prefill * config.prefill_tp + local.num_decode * config.decode_tp
+    if host is not None and config.role == "local" and accelerator.platform != "tpu" and total > host.num_devices:
+        return False  # without --devices they share, which is no advice
     try:
         return host is not None and bool(planned_engines(config, host))
     except ConfigError:
@@ -109,7 +113,7 @@ def _is_planned(config: Config, accelerator: Accelerator) -> bool:
 
 def _tps(base: _Attempt, accelerator: Accelerator) -> Iterator[int]:
     """Numbers of devices of one host whose memory holds at least the weights; none on CPU."""
-    limit, tp = accelerator.limit_bytes(), base.engine.tp * (2 if accelerator is base.accelerator else 1)
+    limit, tp = accelerator.limit_bytes(), base.engine.tp * 2 if accelerator is base.accelerator else 1
     num_bytes, host = base.form.num_params * ITEM_BYTES[base.form.dtype], accelerator.largest_host
     while limit is not None and host is not None and tp <= host.num_devices:
         if num_bytes < limit * tp:

@@ -78,7 +78,7 @@ def _engine(engine: EngineReport, report: Report) -> Iterator[str]:
     for remedy in engine.remedies:
         shorter = f", a context shorter than the {asked:,} wanted" if remedy.max_model_len < asked else ""
         yield f"would fit: {remedy.change}: {_kv(remedy.kv_tokens, remedy.max_model_len)}{shorter}"
-    if engine.budget.problem is not None and not engine.remedies:
+    if engine.budget.missing_bytes and not engine.remedies:
         yield "would fit: no single change that was tried"
 
 

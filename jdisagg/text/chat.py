@@ -20,7 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jdisagg.core.errors import ConfigError, InvalidRequest
-from jdisagg.text.content_form import ContentForm, find_form, in_form
+from jdisagg.text.content_form import ContentForm, find_form, in_form, shows_all_systems
 from jdisagg.text.developers import as_one_system, as_systems, has_developer
 
 _STUMBLES = (  # over what clients send
@@ -66,6 +66,8 @@ class ChatTemplate:
         self._form = self._tool_form = find_form(partial(self._fill, self._template))
         if tool_source is not None:
             self._tool_form = find_form(partial(self._fill, self._tool_template, tools=_PROBE_TOOLS))
+        of_both = ((self._template, self._form), (self._tool_template, self._tool_form))
+        self._of_later_systems = [one for one, form in of_both if shows_all_systems(partial(self._fill, one), form)]
 
     def is_text_shown(self, *, of_tools: bool) -> bool:
         """Whether, of a conversation that was tried, text was seen in the prompt; `of_tools`: where tools are offered."""
@@ -86,13 +88,13 @@ class ChatTemplate:
         fill = partial(self._fill, template, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
         if template in self._of_developers or not has_developer(given):
             return fill(given)
-        in_place = as_systems(given)
+        if template not in self._of_later_systems:
+            return fill(as_one_system(given))
         try:
-            return fill(in_place)
+            return fill(as_systems(given))
         except InvalidRequest:
-            if (in_front := as_one_system(given)) != in_place:
-                with suppress(InvalidRequest):
-                    return fill(in_front)
+            with suppress(InvalidRequest):
+                return fill(as_one_system(given))
             raise
 
     def _fill(

@@ -22,6 +22,16 @@ _CONVERSATIONS = (  # the next one where the template refuses the one before, or
 )
 
 
+_LATER = [
+    *(
+        {"role": "system", "content": f"{_MARK}-one"},
+        {"role": "user", "content": "Hi."},
+        {"role": "assistant", "content": "Hi."},
+    ),
+    *({"role": "system", "content": f"{_MARK}-two"}, {"role": "user", "content": "Hi."}),
+]
+
+
 class ContentForm(Enum):
     """STRING also where a template reads both."""
 
@@ -41,6 +51,15 @@ def find_form(render: Callable[[Sequence[dict[str, Any]]], str]) -> ContentForm:
             if _MARK in prompt:
                 return form
     return ContentForm.UNKNOWN
+
+
+def shows_all_systems(render: Callable[[Sequence[dict[str, Any]]], str], form: ContentForm) -> bool:
+    """Whether a system message in the midst of a conversation is shown, and the one at its beginning still."""
+    try:
+        prompt = render([in_form(form, message) for message in _LATER])
+    except InvalidRequest:
+        return False
+    return f"{_MARK}-one" in prompt and f"{_MARK}-two" in prompt
 
 
 def in_form(form: ContentForm, message: dict[str, Any]) -> dict[str, Any]:

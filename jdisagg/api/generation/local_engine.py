@@ -126,6 +126,9 @@ class LocalEngine:
         except RequestError as error:
             self._thread.loop.metrics.requests.finished.labels(reason=error.reason).inc()
             raise
+        except asyncio.CancelledError:
+            self._thread.loop.metrics.requests.finished.labels(reason="abort").inc()
+            raise
 
     def _leave(self, key: tuple[str, int], *, enough: bool = False) -> None:
         """Have the engine forget a request that it may still run."""

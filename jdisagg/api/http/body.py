@@ -24,7 +24,7 @@ from jdisagg.core.errors import Cancelled, InvalidRequest, Overloaded
 from jdisagg.core.json_values import MAX_DEPTH, is_number, is_too_deep
 
 MAX_BODY_BYTES = 16 * 2**20  # parsing them holds up everybody else for up to a second; see `num_structures` for those of lists
-_INLINE_BYTES = 2**18  # a chat of more is rendered off the event loop: 16 MiB of messages take a second
+_INLINE_BYTES = 2**16  # a chat of more is rendered off the event loop: 16 MiB of messages take a second, some ten times
 _NEAR = 0.85  # max_token is that near to max_tokens, logprobs is not to top_logprobs
 _OF_OTHERS = frozenset({"models", "mode"})  # OpenRouter's, text-generation-webui's: they advise, and are not model misspelt
 _MAX_COMPARED, _MAX_NAME = 32, 40  # unknown names that are compared with known ones, and their characters: each takes time

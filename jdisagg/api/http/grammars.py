@@ -27,7 +27,7 @@ from jdisagg.core.requests import Grammar, GrammarKind
 MAX_CHOICES = 1000
 GRAMMAR = "grammar"  # as intake calls the field
 _ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
-_ANY_JSON = Grammar(GrammarKind.JSON_SCHEMA, "{}")
+_OF_TYPES = {"type", "const", "enum", "$ref", "anyOf", "oneOf", "allOf"}  # keys that say of which types a value is
 _NOTHING = (None, False, "")  # but {} is a schema, and [] no choice
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _UNSERVED_OUTPUTS = {
@@ -69,8 +69,7 @@ def _response_format(body: Body) -> Grammar | None:
         case "text":
             return None
         case "json_object":
-            found = _schema(Body(response_format, where="response_format."), "schema")
-            return _ANY_OBJECT if found in (None, _ANY_JSON) else found
+            return _schema(Body(response_format, where="response_format."), "schema", of_object=True) or _ANY_OBJECT
         case "json_schema":
             where = "response_format.json_schema"
             if not isinstance(described := response_format.get("json_schema"), dict):
@@ -102,8 +101,8 @@ def _structured_outputs(body: Body) -> dict[str, Grammar | None]:
     return {name: read(inner, name) for name, read in _READERS.items()}
 
 
-def _schema(body: Body, name: str) -> Grammar | None:
-    """A JSON schema, as an object or as its text."""
+def _schema(body: Body, name: str, *, of_object: bool = False) -> Grammar | None:
+    """A JSON schema, as an object or as its text. `of_object`: what it says of no type it says of objects."""
     value, name = body.get(name), f"{body.where}{name}"
     if is_one_of(value, _NOTHING):
         return None
@@ -111,7 +110,7 @@ def _schema(body: Body, name: str) -> Grammar | None:
         value = _parsed(name, value)
     if not isinstance(value, dict):
         raise wrong_type(name, "a JSON schema: an object, or its text", value)
-    return _schema_grammar(name, value)
+    return _schema_grammar(name, {"type": "object", **value} if of_object and not value.keys() & _OF_TYPES else value)
 
 
 def _parsed(name: str, text: str) -> Any:

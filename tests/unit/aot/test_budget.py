@@ -183,16 +183,19 @@ def test_no_more_devices_are_advised_than_one_host_has() -> None:
 @pytest.mark.parametrize(
     ("role", "advised"),
     [
-        ("colocated", ["--prefill-tp 2 (2 x TPU v5e)", "--decode-tp 2 (2 x TPU v5e)"]),
-        ("local", ["--prefill-tp 2 (2 x TPU v5e)", "--decode-tp 2 (2 x TPU v5e)"]),
-        ("decode", ["--tp 2 (2 x TPU v5e)", "--tp 2 (2 x TPU v5e)"]),
+        (
+            "colocated",
+            ["--prefill-tp 2, and other --devices (2 x TPU v5e)", "--decode-tp 2, and other --devices (2 x TPU v5e)"],
+        ),
+        ("local", ["--prefill-tp 2, and other --devices (2 x TPU v5e)", "--decode-tp 2, and other --devices (2 x TPU v5e)"]),
+        ("decode", ["--tp 2, and other --devices (2 x TPU v5e)"] * 2),
     ],
 )
 def test_devices_are_advised_by_the_flag_of_their_engine(role: str, advised: list[str]) -> None:
     engines = [PlannedEngine(role=each, tp=1, devices=(0,)) for each in (Role.PREFILL, Role.DECODE)]
     config = Config(role=role, local=LocalConfig(prefill_tp=1, decode_tp=1), device=DeviceConfig(devices="0"))
     found = [remedies(form("llama3-8b"), each, config, DEVICES["v5e"]) for each in engines]
-    assert [next(each.change for each in one if "tp 2 " in each.change) for one in found] == advised
+    assert [next(each.change for each in one if "tp 2, " in each.change) for one in found] == advised
 
 
 def test_devices_that_the_other_engines_of_the_host_leave_are_advised() -> None:
@@ -202,3 +205,15 @@ def test_devices_that_the_other_engines_of_the_host_leave_are_advised() -> None:
         config = Config(role="local", local=LocalConfig(prefill_tp=2, decode_tp=decode_tp))
         changes = [each.change for each in remedies(wide, planned, config, DEVICES["v5e"])]
         assert ("--prefill-tp 4 (4 x TPU v5e)" in changes) is there
+
+
+def test_a_kind_of_device_whose_host_is_smaller_than_the_tp_asked_for_is_advised_all_the_same() -> None:
+    found = [remedy.change for remedy in remedies(form("llama3-70b"), engine(8), Config(role="unified"), DEVICES["v5e"])]
+    assert any(change.startswith("--tp 2 (2 x TPU v5p") for change in found), found
+
+
+def test_no_more_gpus_are_advised_than_the_other_engines_of_the_host_leave() -> None:
+    config = Config(role="local", local=LocalConfig(prefill_tp=8, decode_tp=1))
+    decode = PlannedEngine(role=Role.DECODE, tp=1, devices=(0,))
+    found = [remedy.change for remedy in remedies(form("llama3-70b"), decode, config, DEVICES["h100"])]
+    assert not any("--decode-tp" in change and "H100" in change for change in found), found

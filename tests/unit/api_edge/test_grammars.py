@@ -35,6 +35,11 @@ READ: list[tuple[str, Any, Grammar]] = [
     ("response_format", {"type": "json_object"}, OBJECT),
     *(("response_format", {"type": "json_object", "schema": nothing}, OBJECT) for nothing in (None, {}, "{}", False, "")),
     *(("response_format", {"type": "json_object", "schema": schema}, JSON) for schema in (SCHEMA, TEXT)),
+    (
+        "response_format",
+        {"type": "json_object", "schema": {"required": ["a"]}},
+        Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object","required":["a"]}'),
+    ),
     ("response_format", {"type": "json_schema", "json_schema": OPENAI}, JSON),
     ("response_format", {"type": "json_schema", "json_schema": {"schema": {}}}, ANY_JSON),
     ("structured_outputs.json", SCHEMA, JSON),

@@ -169,3 +169,18 @@ def test_a_message_without_content_is_rendered_as_it_is(content: Any) -> None:
     message = {"role": "user"} | ({} if content == "absent" else {"content": content})
     source = GUARD.replace("m['content']", "m['content'] or []")
     assert ChatTemplate(source, {}).render([message]) == "user:;"
+
+
+R1 = (  # the last system message is shown, at the beginning
+    "{% set ns = namespace(system='') %}{% for m in messages %}{% if m.role == 'system' %}{% set ns.system = m.content %}"
+    "{% endif %}{% endfor %}{{ ns.system }}{% for m in messages %}{% if m.role != 'system' %}<{{ m.role }}>{{ m.content }}"
+    "{% endif %}{% endfor %}"
+)
+FIRST_ONLY = "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}" + R1.partition("{{ ns.system }}")[2]
+
+
+@pytest.mark.parametrize("source", [R1, FIRST_ONLY])
+def test_a_later_developer_message_is_not_lost_where_one_system_message_is_shown(source: str) -> None:
+    roles = ("system", "user", "developer", "user")
+    messages = [{"role": role, "content": f"{role[0]}{number}"} for number, role in enumerate(roles)]
+    assert ChatTemplate(source, {}).render(messages) == "s0\n\nd2<user>u1<user>u3"
