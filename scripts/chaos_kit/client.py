@@ -58,7 +58,7 @@ class Clients:
             attempt = self._over_http if outcome.visit.over_http else self._over_grpc
             await attempt(router, outcome, entry, max(0.0, left_s))
             outcome.changed |= outcome.well and any(
-                outcome.choices.get(index, Choice()).tokens[: len(part.tokens)] != part.tokens for index, part in before.items()
+                outcome.tokens_of(index)[: len(part.tokens)] != part.tokens for index, part in before.items()
             )
             router_died = router.incarnation != incarnation or not router.up
             if outcome.error != _TRANSPORT or outcome.went_away or not router_died or monotonic() >= end_s:

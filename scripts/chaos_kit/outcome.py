@@ -69,6 +69,10 @@ class Outcome:
         self.largest_gap_s = max(self.largest_gap_s, now_s - (self.last_s or now_s))
         self.last_s = now_s
 
+    def tokens_of(self, index: int) -> list[int]:
+        """Of a choice, so far."""
+        return self.choices.get(index, Choice()).tokens
+
     @property
     def well(self) -> bool:
         """Ended as it should."""

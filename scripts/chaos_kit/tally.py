@@ -51,7 +51,7 @@ class Tally:
                 self.aborted += outcome.was_aborted
             elif outcome.error is None:
                 self.well += 1
-                self.diverged += outcome.choices != wanted
+                self.diverged += any(outcome.tokens_of(index) != right.tokens for index, right in wanted.items())
                 self.latencies_s.append(outcome.seconds)
                 self.gaps.append((outcome.largest_gap_s, _name(outcome)))
             else:

@@ -66,3 +66,11 @@ def test_a_stream_that_its_deadline_had_to_end_hung_unless_tokens_came_until_the
     ended = {"error": "DEADLINE_EXCEEDED", "choices": {0: Choice([5])}, "seconds": 10.0}
     assert judged(outcome(0, **ended, silent_s=9.0)).complaints() == ["1 hung"]
     assert judged(outcome(0, **ended, silent_s=1.0)).complaints() == []
+
+
+def test_who_diverges_has_other_tokens() -> None:
+    verdict = Verdict(seed=1, tally=Tally(exact=False))
+    ended = {"finish": "stop", "logprobs": [-1.0, -2.0]}
+    other, like = Choice([5, 8], **ended), Choice([5, 7], **ended)  # a log probability may differ in its last bits
+    verdict.tally.take([outcome(0, choices={0: other}), outcome(1, choices={0: like})], [ENTRY], [RIGHT])
+    assert (verdict.tally.well, verdict.tally.diverged, verdict.complaints()) == (2, 1, [])
