@@ -18,6 +18,7 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.values import parse_ranges
 from jdisagg.serve.compile_cache import drop_broken_entries, usable_cache_dir
 from jdisagg.serve.cores import CGROUPS, cpu_quota, usable_cores
+from jdisagg.serve.tpu import quiet_libtpu
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +69,9 @@ def prepare_jax(config: Config, environ: MutableMapping[str, str], cgroups: Path
     XLA:CPU counts the cores that this process may run on, and knows of no quota of a container. Virtual CPU devices appear when
     the role needs several (accelerators ignore the setting), with threads for all of them: one that waits in a collective holds
     its thread, and on two cores what it waits for may never get one. Memory is not preallocated: the KV pool is sized
-    explicitly, and two workers may share one device.
+    explicitly, and two workers may share one device. A libtpu that finds no TPU says nothing.
     """
+    quiet_libtpu(environ)
     needed = num_devices_needed(config)
     if needed > 1 and DEVICE_COUNT_FLAG not in environ.get("XLA_FLAGS", ""):
         environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {DEVICE_COUNT_FLAG}={needed}".strip()

@@ -7,6 +7,8 @@ chip serves one process.
 
 The variables are those of jax's own tests with several processes on one host (jax/_src/test_multiprocess.py), and so are the
 bounds of one, two and four chips. The port is where processes of one slice would meet, and has to differ between worlds.
+
+jax asks an installed libtpu for devices whatever the machine is. What becomes of that where there is no TPU: `quiet_libtpu`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from jdisagg.core.config import Config
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.values import parse_ranges
 
-PCI = Path("/sys/bus/pci/devices")
+PCI, DEV = Path("/sys/bus/pci/devices"), Path("/dev")
 BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1"}  # chips of a process -> their block
 _USERS_CHOICE = ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES", "TPU_VISIBLE_DEVICE_PATHS")
 _GOOGLE = "0x1ae0"
@@ -31,6 +33,8 @@ _DEVICES_PER_CHIP = {  # by PCI device id, as in jax/_src/hardware_utils.py
     "0x0076": 2,  # tpu7x
 }
 _FIRST_PORT = 8476
+_DEVICE_FILES = ("accel*", "vfio")  # of /dev: chips are reached through one or the other
+_ANSWERS = {"TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +53,20 @@ def find_tpu(environ: Mapping[str, str], pci: Path = PCI) -> TpuHost | None:
     cards = [path.parent for path in pci.glob("*.0/vendor") if _read(path) == _GOOGLE]  # .1 and on are others of its functions
     chips = [_DEVICES_PER_CHIP[card] for card in (_read(place / "device") for place in cards) if card in _DEVICES_PER_CHIP]
     return TpuHost(num_chips=len(chips), devices_per_chip=chips[0]) if chips else None
+
+
+def may_have_tpu(pci: Path = PCI, dev: Path = DEV) -> bool:
+    """False only where there is neither a card of Google's nor a device file through which a chip could be reached."""
+    has_card = any(_read(vendor) == _GOOGLE for vendor in pci.glob("*/vendor"))
+    return has_card or any(any(dev.glob(name)) for name in _DEVICE_FILES)
+
+
+def quiet_libtpu(environ: MutableMapping[str, str], pci: Path = PCI, dev: Path = DEV) -> None:
+    """On a machine that has no TPU, answer what libtpu would ask of its host and of a metadata server before it finds that out:
+    without, it writes errors past our log that look like a failed start. Any answer will do; what the user has set stays."""
+    if not may_have_tpu(pci, dev):
+        for name, value in _ANSWERS.items():
+            environ.setdefault(name, value)
 
 
 def claim_chips(config: Config, environ: MutableMapping[str, str], tpu: TpuHost | None) -> Config:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from jdisagg.core.config import Config, DeviceConfig, LocalConfig
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import load_config
 from jdisagg.serve.local import worker_specs
-from jdisagg.serve.tpu import TpuHost, claim_chips, find_tpu, share_chips
+from jdisagg.serve.tpu import TpuHost, claim_chips, find_tpu, may_have_tpu, quiet_libtpu, share_chips
 
 V6E_8 = TpuHost(num_chips=8, devices_per_chip=1)
 TPU7X_4 = TpuHost(num_chips=4, devices_per_chip=2)
@@ -54,6 +56,44 @@ def test_a_machine_without_chips_or_pci_has_no_tpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("platforms", "found"), [("cpu", False), ("cuda,cpu", False), ("", True), ("tpu,cpu", True)])
 def test_chips_that_jax_was_told_to_leave_alone_are_left_alone(tmp_path: Path, platforms: str, found: bool) -> None:
     assert (find_tpu({"JAX_PLATFORMS": platforms}, pci(tmp_path, (GOOGLE, V6E))) is not None) == found
+
+
+def test_libtpu_is_answered_where_there_is_no_tpu_and_what_the_user_says_stays(tmp_path: Path) -> None:
+    environ = {"TPU_ACCELERATOR_TYPE": "v6e-1"}
+    quiet_libtpu(environ, tmp_path, tmp_path)
+    assert environ == {"TPU_ACCELERATOR_TYPE": "v6e-1", "TPU_WORKER_HOSTNAMES": "localhost"}
+
+
+@pytest.mark.parametrize("there", ["accel0", "vfio/0", "v2 on PCI"])
+def test_libtpu_finds_out_by_itself_where_there_may_be_a_tpu(tmp_path: Path, there: str) -> None:
+    cards, dev = tmp_path / "pci", tmp_path / "dev"
+    cards.mkdir()
+    if there == "v2 on PCI":
+        pci(cards, (GOOGLE, "0x0027"))  # of which we know nothing
+    else:
+        (dev / there).mkdir(parents=True)
+    environ: dict[str, str] = {}
+    quiet_libtpu(environ, cards, dev)
+    assert environ == {}
+
+
+STARTING = """
+import os
+from jdisagg.core.config import Config, DeviceConfig
+from jdisagg.serve.environment import prepare_jax
+prepare_jax(Config(role="unified", device=DeviceConfig(compilation_cache_dir="off")), os.environ)
+import jax
+jax.devices()
+"""
+
+
+@pytest.mark.skipif(find_spec("libtpu") is None or may_have_tpu(), reason="wants libtpu on a machine without a TPU")
+def test_a_libtpu_that_finds_no_tpu_says_nothing() -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS" and not name.startswith("TPU_")}
+    done = subprocess.run(
+        [sys.executable, "-c", STARTING], capture_output=True, text=True, timeout=120, check=False, env=environ
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(
