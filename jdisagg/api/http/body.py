@@ -110,7 +110,7 @@ class Body:
         return self._get_typed(name, "an object", lambda value: isinstance(value, dict)) or {}
 
     def prompts(self, name: str) -> tuple[Prompt, ...]:
-        """OpenAI's `prompt`: text, token ids, or a list of either."""
+        """OpenAI's `prompt`: text, token ids, or a list of either. A text may be empty, a list may not."""
         value = self.get(name)
         if isinstance(value, str):
             return (value,)
@@ -122,7 +122,8 @@ class Body:
                 raise InvalidRequest(said, field=name)
             if all(isinstance(item, str) or (_is_token_list(item) and item) for item in value):
                 return tuple(item if isinstance(item, str) else tuple(item) for item in value)
-        raise wrong_type(f"{self.where}{name}", "a non-empty string, list of token ids, or list of either", value)
+        wanted = "a string, a non-empty list of token ids, or a non-empty list of either"
+        raise wrong_type(f"{self.where}{name}", wanted, value)
 
 
 class BodyRoom:

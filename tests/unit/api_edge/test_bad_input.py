@@ -173,6 +173,21 @@ def test_every_bad_field_is_named(tokenizer: Tokenizer) -> None:
     run(check())
 
 
+def test_what_is_said_of_a_wrong_prompt_is_what_is_taken(tokenizer: Tokenizer) -> None:
+    """An empty string is: its tokens are those that the tokenizer puts before every text."""
+
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            for fields, got in (({"model": "tiny"}, "null"), (GOOD | {"prompt": []}, "[]"), (GOOD | {"prompt": [[]]}, "[[]]")):
+                message = (await http.post("/v1/completions", json=fields)).json()["error"]["message"]
+                wanted = "a string, a non-empty list of token ids, or a non-empty list of either"
+                assert message == f"prompt: must be {wanted}; got {got}"
+            for prompt in ("", [""], [3], [[3], [4]]):
+                assert (await http.post("/v1/completions", json=GOOD | {"prompt": prompt})).status_code == 200
+
+    run(check())
+
+
 @pytest.mark.parametrize(
     ("asked", "meant"),
     [
