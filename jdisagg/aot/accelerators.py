@@ -43,6 +43,7 @@ class Accelerator:
     smallest: str  # shape of the smallest slice that its compiler describes
     source: str
     hosts: tuple[str, ...] = ()  # shapes: of the largest host, and of each of several that make a slice; empty on CPU
+    slices: tuple[str, ...] = ()  # shapes in which it is offered; empty: any may be
     devices_per_chip: int = 1
     memory_gib: float | None = None
     runtime_share: float = 1.0
@@ -135,6 +136,11 @@ def parse_topology(text: str) -> Topology:
         raise ConfigError(
             f"--topology: got {text!r}, wanted {_example(accelerator)}, {wanted} dimensions and at most {_MOST_CHIPS} chips"
         )
+    if accelerator.slices and shape_text not in accelerator.slices:
+        raise ConfigError(
+            f"--topology: got {text!r}, wanted a slice that {name} is offered in: {', '.join(accelerator.slices)} (of a larger "
+            "one --tp uses a part)"
+        )
     return topology
 
 
@@ -143,9 +149,15 @@ def _slice(accelerator: Accelerator, shape: str) -> Topology:
 
 
 def _accelerator(
-    name: str, *, reached: Mapping[str, Any] | None = None, hosts: Sequence[str] = (), **values: Any
+    name: str,
+    *,
+    reached: Mapping[str, Any] | None = None,
+    hosts: Sequence[str] = (),
+    slices: Sequence[str] = (),
+    **values: Any,
 ) -> Accelerator:
-    return Accelerator(name=name, reached=None if reached is None else Reached(**reached), hosts=tuple(hosts), **values)
+    steps = None if reached is None else Reached(**reached)
+    return Accelerator(name=name, reached=steps, hosts=tuple(hosts), slices=tuple(slices), **values)
 
 
 def _data(name: str) -> str:

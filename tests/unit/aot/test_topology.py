@@ -54,6 +54,23 @@ def test_an_unknown_topology_is_refused_with_one_that_exists(text: str) -> None:
         parse_topology(text)
 
 
+@pytest.mark.parametrize("text", ["v6e:3x5", "v6e:1x2", "v6e:4x2", "v5e:8x1", "v5e:16x32"])
+def test_a_slice_that_nobody_rents_is_refused_with_those_that_are(text: str) -> None:
+    offered = r"1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16 \(of a larger one --tp uses a part\)"
+    with pytest.raises(ConfigError, match=rf"wanted a slice that v[56]e is offered in: {offered}"):
+        parse_topology(text)
+
+
+@pytest.mark.parametrize("text", ["v5e:8x16", "v6e:16x16", "v5p:2x2x4", "tpu7x:4x4x8", "h200:3", "cpu:3"])
+def test_a_slice_that_may_be_rented_is_not(text: str) -> None:
+    assert str(parse_topology(text)) == text
+
+
+def test_every_host_is_a_slice_of_its_own() -> None:
+    for kind in read_accelerators().values():
+        assert not kind.slices or {*kind.hosts, kind.smallest} <= {*kind.slices}
+
+
 def test_memory_on_a_gpu_is_the_share_that_its_allocator_takes() -> None:
     known = read_accelerators()
     assert known["v6e"].limit_bytes({"XLA_CLIENT_MEM_FRACTION": "0.5"}) == int(31.25 * GIB)
