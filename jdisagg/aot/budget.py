@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jdisagg.aot.abstract import ModelForm
-from jdisagg.aot.accelerators import Accelerator
+from jdisagg.aot.accelerators import GIB, Accelerator
 from jdisagg.aot.planned import PlannedEngine, planned_mesh
 from jdisagg.core.config import Config
 from jdisagg.core.errors import ConfigError
@@ -96,10 +96,11 @@ def make_budget(
     usable = None if limit is None else _usable(limit, config)
     num_pages = 0 if sizes is None else sizes.num_pages
     kept = kept_bytes(form.spec, layout, config, engine.role)
+    least = weights + kept + MIN_PAGES * page_bytes
     needed = weights + kept + max(MIN_PAGES, num_pages or pages_for(longest, layout.page_size)) * page_bytes
     missing = 0 if usable is None else max(0, needed - usable)
     if problem is None and missing:
-        problem = _too_fixed(config, needed, usable or 0)
+        problem = _too_fixed(config, least, needed, usable or 0)
     budget = Budget(
         limit_bytes=limit,
         usable_bytes=usable,
@@ -125,6 +126,10 @@ def _usable(limit: int, config: Config) -> int:
     return limit if is_fixed else int(limit * cache.device_memory_utilization)
 
 
-def _too_fixed(config: Config, needed: int, usable: int) -> str:
+def _too_fixed(config: Config, least: int, needed: int, usable: int) -> str:
+    """`least`: what the engine needs with the smallest pool."""
     flag = "--num-pages" if config.cache.num_pages is not None else "--kv-cache-bytes"
-    return f"{flag}: weights, pool, steps and KV on its way need {needed} bytes of a device, it has {usable}; lower it"
+    return (
+        f"{flag}: weights, pool, steps and KV on its way need {needed / GIB:.2f} GiB of a device, it has {usable / GIB:.2f}; "
+        f"{'lower it' if least <= usable else 'no pool is small enough, use more devices'}"
+    )

@@ -177,10 +177,23 @@ def _check_left(kept: int, cache: CacheConfig, devices: Sequence[DeviceMemory]) 
         )
     if usable <= fullest.in_use_bytes + kept:
         raise ConfigError(
-            f"--device-memory-utilization: {share} of a device's {fullest.limit_bytes} bytes is {usable}, wanted more than the "
-            f"{fullest.in_use_bytes} in use (weights) and {kept} for steps and KV on its way: nothing is left for the "
-            "pool; raise it, lower --max-num-batched-tokens or --transfer-buffer-bytes, or use more devices"
+            f"--device-memory-utilization: {share} of a device's {_gib(fullest.limit_bytes)} is {_gib(usable)}, wanted more "
+            f"than the {_gib(fullest.in_use_bytes)} in use (weights) and {_gib(kept)} for steps and KV on its way: nothing is "
+            f"left for the pool; {_more_room(fullest, usable)}"
         )
+
+
+def _more_room(device: DeviceMemory, usable: int) -> str:
+    """What can help where nothing is left: not what is beside the weights where they alone are too much."""
+    if device.in_use_bytes >= device.limit_bytes:
+        return "use more devices"
+    if device.in_use_bytes >= usable:
+        return "raise it or use more devices"
+    return "raise it, lower --max-num-batched-tokens or --transfer-buffer-bytes, or use more devices"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
 
 
 def _fitting_pages(layout: KVLayout, num_bytes: int, flag: str, got: str) -> int:

@@ -92,6 +92,19 @@ def test_a_fixed_pool_that_does_not_fit_is_refused_though_the_engine_would_try()
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "kv_cache_bytes", "told"),
+    [
+        ("llama3-8b", 200 * GIB, "need 215.24 GiB of a device, it has 104.85; lower it"),
+        ("llama3-70b", GIB, "need 132.91 GiB of a device, it has 104.85; no pool is small enough, use more devices"),
+    ],
+)
+def test_a_smaller_pool_is_advised_where_one_would_fit(name: str, kv_cache_bytes: int, told: str) -> None:
+    config = Config(cache=CacheConfig(kv_cache_bytes=kv_cache_bytes))
+    budget, _ = make_budget(form(name), engine(1), config, DEVICES["h200"])
+    assert budget.problem == f"--kv-cache-bytes: weights, pool, steps and KV on its way {told}"
+
+
 @pytest.mark.parametrize("role", list(Role))
 @pytest.mark.parametrize("device", ["h100", "h200"])
 @pytest.mark.parametrize("share", [0.9, 0.97])

@@ -33,6 +33,24 @@ def test_a_device_that_does_not_tell_its_memory_needs_a_pool_of_a_given_size() -
         num_pages(DeviceMemory(limit_bytes=0, in_use_bytes=0))
 
 
+@pytest.mark.parametrize(
+    ("in_use_gib", "advice"),
+    [
+        (8.99, "raise it, lower --max-num-batched-tokens or --transfer-buffer-bytes, or use more devices"),
+        (9.5, "raise it or use more devices"),
+        (10.5, "use more devices"),
+    ],
+)
+def test_where_nothing_is_left_it_says_in_gib_what_is_missing_and_only_what_can_help(in_use_gib: float, advice: str) -> None:
+    config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, max_num_batched_tokens=32768))
+    with pytest.raises(ConfigError) as caught:
+        num_pages(DeviceMemory(limit_bytes=10 * 2**30, in_use_bytes=int(in_use_gib * 2**30)), config)
+    said, _, advised = caught.value.message.partition("; ")
+    wanted = "--device-memory-utilization: 0.9 of a device's 10.00 GiB is 9.00 GiB, wanted more than the "
+    assert said.startswith(f"{wanted}{in_use_gib:.2f} GiB in use (weights) and ")
+    assert advised == advice
+
+
 def test_the_pool_is_what_the_share_leaves_beside_weights_and_steps() -> None:
     whole = num_pages(DeviceMemory(limit_bytes=2**30, in_use_bytes=0))
     assert 0 < num_pages(DeviceMemory(limit_bytes=2**30, in_use_bytes=2**29)) < whole // 2
