@@ -162,8 +162,11 @@ def _why(address: str, error: Any) -> str:
     code, details = error.code(), told(error.details() or "")
     if code is grpc.StatusCode.UNIMPLEMENTED and "Method not found" in details:
         return f"{address} is no process that serves this: `list` asks a router, other commands any process of the fleet"
+    if code is grpc.StatusCode.UNAVAILABLE and "Failed parsing HTTP/2" in details:
+        return f"{address} answers, but not in gRPC: it may be an HTTP port; give that of its gRPC server (--grpc-port)"
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-        return f"{address} does not answer ({code.name}: {details}); give the address of its gRPC server (--grpc-port)"
+        wanted = "give the address of a gRPC server that runs (--grpc-port)"
+        return f"{address} does not answer: {wanted}; {code.name}: {details}"
     return f"{address}: {code.name}: {details}"
 
 

@@ -16,6 +16,9 @@ from jdisagg import fleet
 from jdisagg.api import channels
 from jdisagg.api.admin import AdminService
 from jdisagg.api.channels import Credentials
+from jdisagg.api.http.server import HttpServer
+from jdisagg.api.http.staged import StagedApp
+from jdisagg.api.listening import listen
 from jdisagg.core.requests import Role
 from jdisagg.core.settings import API_KEY_VARIABLE
 from jdisagg.v1 import admin_pb2_grpc, fleet_pb2, fleet_pb2_grpc
@@ -174,8 +177,21 @@ def test_who_does_not_answer_or_serves_something_else_is_named(capsys: pytest.Ca
             nowhere = f"127.0.0.1:{taken.getsockname()[1]}"
             assert await run("state", nowhere) == 1
         err = capsys.readouterr().err
-        assert err.startswith(f"jdisagg.fleet: {nowhere} does not answer (UNAVAILABLE")
+        told = f"{nowhere} does not answer: give the address of a gRPC server that runs (--grpc-port); UNAVAILABLE: "
+        assert err.startswith(f"jdisagg.fleet: {told}")
         assert err.count("\n") == 1
+
+    run_quiet(body())
+
+
+def test_who_is_at_the_http_port_is_told_that_and_not_what_grpc_makes_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    async def body() -> None:
+        server = HttpServer(StagedApp(), listen())
+        await server.start()
+        assert await run("list", "--router", server.address) == 1
+        said = f"{server.address} answers, but not in gRPC: it may be an HTTP port; give that of its gRPC server (--grpc-port)"
+        assert capsys.readouterr().err == f"jdisagg.fleet: {said}\n"
+        await server.stop(0.0)
 
     run_quiet(body())
 
