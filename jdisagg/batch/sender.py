@@ -225,4 +225,5 @@ def _refused_key(said: str) -> Unavailable:
 
 
 def _told(error: httpx.HTTPError) -> str:
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
+    hint = " (no HTTP: a gRPC port?)" if "illegal request line" in str(error) else ""  # h11's word for bytes
+    return f"{type(error).__name__}: {error}".removesuffix(": ") + hint

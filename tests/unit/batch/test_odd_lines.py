@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
+import grpc
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -127,6 +129,17 @@ def test_a_server_that_names_no_model_is_told_of(tmp_path: Path, capsys: pytest.
     with serving(odd={"/v1/models": (200, models)}) as server:
         assert main(arguments(source, tmp_path / "out.jsonl", server.url)) == 2
     assert "--server: /v1/models" in capsys.readouterr().err
+
+
+def test_a_grpc_port_is_told_of_as_what_it_may_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "x"}\n')
+    server = grpc.server(ThreadPoolExecutor(1))
+    url = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    assert main(arguments(source, tmp_path / "out.jsonl", url, "--patience-s", "0.1")) == 1
+    server.stop(None).wait()
+    assert "illegal request line (no HTTP: a gRPC port?)" in capsys.readouterr().err
 
 
 def test_nesting_is_allowed_up_to_the_limit() -> None:
