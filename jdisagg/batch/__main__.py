@@ -21,7 +21,7 @@ from jdisagg.batch.finished import answered_by, check_unpublished, end_former_ru
 from jdisagg.batch.journal import Journal, check_journal
 from jdisagg.batch.lanes import Lanes, proxy_of
 from jdisagg.batch.progress import shown
-from jdisagg.batch.results import count_lines
+from jdisagg.batch.results import count_lines, num_failed
 from jdisagg.batch.runner import run_batch
 from jdisagg.batch.said import say
 from jdisagg.batch.sender import Sender, Served, served_model
@@ -118,7 +118,8 @@ async def _run(command: Command, tidy: Callable[[], object], interrupted: str) -
             if is_again:
                 await asyncio.to_thread(keep_answers, batch, journal)
             total = len(batch.numbers())
-            with shown(total, len(journal), quiet=command.quiet) as on_progress:
+            failed = 0 if command.quiet else await asyncio.to_thread(num_failed, journal.lines())
+            with shown(total, len(journal), failed, quiet=command.quiet) as on_progress:
                 await run_batch(batch, journal, sender, on_progress)
 
 

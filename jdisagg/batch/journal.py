@@ -61,6 +61,11 @@ class Journal:
     def __len__(self) -> int:
         return len(self._lines)
 
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Those output lines, read again."""
+        for offset, size in self._lines.values():
+            yield strict_json.decode(os.pread(self._file.fileno(), size, offset))
+
     def append(self, finished: Iterable[tuple[int, dict[str, Any]]]) -> None:
         """Make (input line number, output line) pairs durable; returns when they are on disk. Raises WriteFailed."""
         end = self._file.seek(0, os.SEEK_END)

@@ -10,7 +10,7 @@ from time import monotonic
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from jdisagg.batch.results import is_answered
+from jdisagg.batch.results import num_failed
 from jdisagg.batch.runner import Finished
 from jdisagg.batch.said import say
 
@@ -21,25 +21,26 @@ OnProgress = Callable[[Sequence[Finished]], object]
 
 
 @contextmanager
-def shown(total: int, done: int, *, quiet: bool) -> Iterator[OnProgress]:
-    """What is to be told of more finished lines, of `total` of which `done` were finished before."""
+def shown(total: int, done: int, failed: int, *, quiet: bool) -> Iterator[OnProgress]:
+    """What is to be told of more finished lines, of `total` of which `done` were finished before, `failed` of them badly."""
     if quiet:
         yield len
     elif sys.stderr.isatty():
-        with logging_redirect_tqdm(), _bar(total, done) as bar:
+        with logging_redirect_tqdm(), _bar(total, done, failed) as bar:
             yield bar
     else:
-        yield Reports(total, done)
+        yield Reports(total, done, failed)
 
 
 @contextmanager
-def _bar(total: int, done: int) -> Iterator[OnProgress]:
-    failed = 0
+def _bar(total: int, done: int, failed: int) -> Iterator[OnProgress]:
     with tqdm(total=total, initial=done, unit="req", mininterval=_REDRAW_EVERY_S, smoothing=_SMOOTHING) as bar:
+        if failed:
+            bar.set_postfix_str(f"{failed} failed")
 
         def update(finished: Sequence[Finished]) -> None:
             nonlocal failed
-            if more := _num_failed(finished):
+            if more := num_failed(line for _, line in finished):
                 failed += more
                 bar.set_postfix_str(f"{failed} failed", refresh=False)
             bar.update(len(finished))
@@ -50,19 +51,19 @@ def _bar(total: int, done: int) -> Iterator[OnProgress]:
 class Reports:
     """Lines for a file: how much, how fast since the line before, how long at that rate."""
 
-    def __init__(self, total: int, done: int) -> None:
-        """`done` of `total` lines were finished by former runs."""
+    def __init__(self, total: int, done: int, failed: int) -> None:
+        """`done` of `total` lines were finished by former runs, `failed` of them badly."""
         self._total = total
         self._done = self._told = done
-        self._failed = 0
+        self._failed = failed
         self._told_s = monotonic()
         if done:
-            say(f"{done} of {total} were done before")
+            say(f"{done} of {total} were done before, {failed} failed")
 
     def __call__(self, finished: Sequence[Finished]) -> None:
         """These are finished, too."""
         self._done += len(finished)
-        self._failed += _num_failed(finished)
+        self._failed += num_failed(line for _, line in finished)
         now_s = monotonic()
         if now_s - self._told_s < REPORT_EVERY_S:
             return
@@ -70,7 +71,3 @@ class Reports:
         self._told, self._told_s = self._done, now_s
         share, left = self._done / self._total, tqdm.format_interval((self._total - self._done) / rate)
         say(f"{self._done} of {self._total} ({share:.0%}), {self._failed} failed; {rate:.3g} requests/s, {left} left")
-
-
-def _num_failed(finished: Sequence[Finished]) -> int:
-    return sum(not is_answered(line) for _, line in finished)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -67,6 +68,11 @@ def is_output_line(value: object) -> TypeGuard[dict[str, Any]]:
 def is_answered(line: dict[str, Any]) -> bool:
     """Whether an output line is an answer with HTTP status 200."""
     return line["response"] is not None and line["response"]["status_code"] == _OK
+
+
+def num_failed(lines: Iterable[dict[str, Any]]) -> int:
+    """How many of these output lines are no such answer."""
+    return sum(not is_answered(line) for line in lines)
 
 
 def stays(line: dict[str, Any]) -> bool:

@@ -38,7 +38,7 @@ def test_progress_that_cannot_be_written_ends_no_batch(monkeypatch: pytest.Monke
     monkeypatch.setattr(progress, "monotonic", lambda: now_s)
     disk = FullDisk()
     monkeypatch.setattr(sys, "stderr", disk)
-    report = Reports(10, 1)
+    report = Reports(10, 1, 0)
     now_s += REPORT_EVERY_S
     report([(2, {"response": {"status_code": 200}})])
     begun, later = disk.refused

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from jdisagg.batch.__main__ import main
+from jdisagg.batch.journal import Journal
 from jdisagg.batch.lines import BadLine
 from jdisagg.batch.progress import Reports
 from jdisagg.batch.results import error_line
-from jdisagg.batch.runner import Finished
+from jdisagg.batch.runner import Batch, Finished
 from tests.unit.batch.fake_server import serving
 
 LIMIT_S = 60
@@ -32,7 +33,7 @@ def test_a_file_gets_a_line_now_and_then_with_the_rate_since_the_one_before(
 ) -> None:
     now_s = 1000.0
     monkeypatch.setattr("jdisagg.batch.progress.monotonic", lambda: now_s)
-    report = Reports(200_000, 50_000)
+    report = Reports(200_000, 50_000, 7)
     for first in range(50_000, 56_000, 100):
         now_s += 1.0
         report(lines(range(first, first + 100), 200 if first >= 51_000 else 404))
@@ -41,10 +42,10 @@ def test_a_file_gets_a_line_now_and_then_with_the_rate_since_the_one_before(
     now_s += 31.0
     report(lines(range(60_000, 60_599), 200))
     assert capsys.readouterr().err.splitlines() == [
-        "jdisagg.batch: 50000 of 200000 were done before",
-        "jdisagg.batch: 53000 of 200000 (26%), 1000 failed; 100 requests/s, 24:30 left",
-        "jdisagg.batch: 56000 of 200000 (28%), 1000 failed; 100 requests/s, 24:00 left",
-        "jdisagg.batch: 56600 of 200000 (28%), 1001 failed; 15 requests/s, 2:39:20 left",
+        "jdisagg.batch: 50000 of 200000 were done before, 7 failed",
+        "jdisagg.batch: 53000 of 200000 (26%), 1007 failed; 100 requests/s, 24:30 left",
+        "jdisagg.batch: 56000 of 200000 (28%), 1007 failed; 100 requests/s, 24:00 left",
+        "jdisagg.batch: 56600 of 200000 (28%), 1008 failed; 15 requests/s, 2:39:20 left",
     ]
 
 
@@ -55,6 +56,29 @@ def test_a_progress_line_is_no_bar_where_nobody_looks(tmp_path: Path, capsys: py
     with serving() as server:
         assert main(["--input", str(source), "--output", str(tmp_path / "out.jsonl"), "--server", server.url]) == 0
     assert capsys.readouterr().err == "jdisagg.batch: 3 ok, 0 failed\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stderr", "said"), [(io.StringIO, "2 of 3 were done before, 1 failed"), (Terminal, r"2/3 \[[^]]*, 1 failed\]")]
+)
+def test_what_failed_before_an_interruption_is_counted_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stderr: type[io.StringIO], said: str
+) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "x"}\n{"prompt": "y"}\nno request\n')
+    batch = Batch(input=source, output=output)
+    with Journal(output, batch.header("fake")) as journal:
+        journal.append([*lines(range(1, 2), 200), *lines(range(2, 3), 404)])
+    monkeypatch.setattr(sys, "stderr", stream := stderr())
+    with serving() as server:
+        assert main(["--input", str(source), "--output", str(output), "--server", server.url]) == 0
+    assert re.search(said, stream.getvalue())
+    assert stream.getvalue().endswith("1 ok, 2 failed\n")
 
 
 def test_a_batch_whose_server_exchanged_its_weights_says_whose_answers_it_holds(
