@@ -21,10 +21,11 @@ from jdisagg.batch.finished import answered_by, check_unpublished, end_former_ru
 from jdisagg.batch.journal import Journal, check_journal
 from jdisagg.batch.lanes import Lanes, proxy_of
 from jdisagg.batch.progress import shown
-from jdisagg.batch.results import count_lines, num_failed
+from jdisagg.batch.results import num_failed
 from jdisagg.batch.runner import run_batch
 from jdisagg.batch.said import say
 from jdisagg.batch.sender import Sender, Served, served_model
+from jdisagg.batch.summary import summary
 from jdisagg.core.errors import ConfigError, JdisaggError, Unavailable
 from jdisagg.core.logs import setup_logs
 from jdisagg.core.settings import API_KEY_VARIABLE
@@ -47,7 +48,8 @@ def main(argv: Sequence[str], *, tidy: Callable[[], object] = lambda: None, what
             asyncio.run(_run(command, tidy, interrupted))
         else:
             asyncio.run(_check_finished(command))
-        say(count_lines(command.batch.output))
+        for text in summary(command.batch.output):
+            say(text)
         return EXIT_DONE
     except ConfigError as error:
         say(error.message)
@@ -119,8 +121,12 @@ async def _run(command: Command, tidy: Callable[[], object], interrupted: str) -
                 await asyncio.to_thread(keep_answers, batch, journal)
             total = len(batch.numbers())
             failed = 0 if command.quiet else await asyncio.to_thread(num_failed, journal.lines())
-            with shown(total, len(journal), failed, quiet=command.quiet) as on_progress:
-                await run_batch(batch, journal, sender, on_progress)
+            try:
+                with shown(total, len(journal), failed, quiet=command.quiet) as on_progress:
+                    await run_batch(batch, journal, sender, on_progress)
+            except (asyncio.CancelledError, JdisaggError):
+                say(f"{len(journal)} of {total} are done")
+                raise
 
 
 def _open_client(command: Command) -> AbstractAsyncContextManager[httpx.AsyncClient]:

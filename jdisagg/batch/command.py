@@ -30,8 +30,9 @@ A "model" that is none but the served one's name fails; leave it out to use any.
 A request that fails becomes an output line with its error; the others go on. So does the second line of one custom_id.
 Line N is called line-N where it has no custom_id, and has the seed N + --seed where it has none, or -1.
 
-The last line on stderr counts them: "N ok, M failed". Exit status: 0 every line has its answer or its error in the
-output, failed ones included; 1 stopped early, the same command goes on from there; 2 a command that cannot be run."""
+The last line on stderr counts them: "N ok, M failed"; those before it name the first few that failed, and why.
+Exit status: 0 every line has its answer or its error in the output, failed ones included; 1 stopped early, the same
+command goes on from there; 2 a command that cannot be run."""
 
 
 @dataclass(frozen=True, kw_only=True)

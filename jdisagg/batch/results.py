@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, TypeGuard
 
 from jdisagg.batch.lines import BadLine, Call
 
 _OK = 200
 _INVALID_LINE = "invalid_line"
-_SHOWN = 16  # characters of a fingerprint
 
 
 def line_id(batch_id: str, number: int) -> str:
     """Names its batch, so that a finished output can be told from those of others."""
     return f"batch_{batch_id}_{number}"
+
+
+def number_of(line: dict[str, Any]) -> str:
+    """The input line's, of an output line."""
+    return line["id"].rpartition("_")[2]
 
 
 def answer_line(call: Call, status_code: int, body: dict[str, Any], *, batch_id: str, created: int) -> dict[str, Any]:
@@ -81,28 +82,6 @@ def stays(line: dict[str, Any]) -> bool:
         return is_answered(line)
     error = line.get("error")
     return isinstance(error, dict) and error.get("code") == _INVALID_LINE
-
-
-def count_lines(output: Path) -> str:
-    """The words "N ok, M failed" about a finished output: ok is an answer with HTTP status 200.
-
-    More of them when the server exchanged its weights meanwhile."""
-    failed = 0
-    ok: Counter[str | None] = Counter()  # by weights
-    with output.open("rb") as file:
-        for raw in file:
-            line = json.loads(raw)
-            if is_answered(line):
-                ok[weights_of(line["response"].get("body"))] += 1
-            else:
-                failed += 1
-    said = f"{ok.total()} ok, {failed} failed"
-    if len(ok) > 1:
-        shares = ", ".join(
-            f"{count} of {weights[:_SHOWN] if weights else 'unknown ones'}" for weights, count in ok.most_common()
-        )
-        said += f"; the weights changed while the batch ran, these are answers {shares}"
-    return said
 
 
 def weights_of(body: object) -> str | None:

@@ -30,13 +30,18 @@ def test_answers_come_in_input_order_with_bad_lines_marked(tmp_path: Path, capsy
     source, output = write(tmp_path / "in.jsonl", LINES), tmp_path / "out.jsonl"
     with serving() as server:
         assert main(arguments(source, output, server.url, "--seed", "1000")) == 0
-        assert capsys.readouterr().err == "jdisagg.batch: 4 ok, 5 failed\n"
-        assert main(arguments(source, output, server.url, "--seed", "1000")) == 0
-        said = (
-            "jdisagg.batch: already complete by model 'fake', nothing was run; --retry-failed asks again for what failed\n"
+        told = (
+            "jdisagg.batch: failed: line 5: wanted exactly one of prompt, token_ids, messages (or url and body), "
+            "got prompt, token_ids\n"
+            "jdisagg.batch: failed: line 6 is not JSON: Expecting value at character 1\n"
+            "jdisagg.batch: failed: line 8 ('h'): method must be POST, got 'GET'\n"
+            f'jdisagg.batch: failed: 2 more; in {output} their "response" is null or has another status_code than 200\n'
             "jdisagg.batch: 4 ok, 5 failed\n"
         )
-        assert capsys.readouterr().err == said
+        assert capsys.readouterr().err == told
+        assert main(arguments(source, output, server.url, "--seed", "1000")) == 0
+        said = "jdisagg.batch: already complete by model 'fake', nothing was run; --retry-failed asks again for what failed\n"
+        assert capsys.readouterr().err == said + told
     answers = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     batch_id = Batch(input=source, output=output, seed=1000).id
     assert re.fullmatch("[0-9a-f]{8}", batch_id)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jdisagg.batch.finished import answered_by, has_failed_lines, keep_answers
 from jdisagg.batch.journal import Journal
 from jdisagg.batch.lines import BadLine, Call
-from jdisagg.batch.results import answer_line, bad_answer_line, count_lines, error_line, is_output_line, stays
+from jdisagg.batch.results import answer_line, bad_answer_line, error_line, is_output_line, stays
 from jdisagg.batch.runner import Batch
 from jdisagg.batch.sender import Served
 
@@ -100,18 +100,6 @@ def test_what_another_try_cannot_change_is_not_asked_again(tmp_path: Path, line:
 @pytest.mark.parametrize("value", [None, [], "response", {}, {"response": 5}, {"response": {}}])
 def test_what_no_batch_wrote_is_no_output_line(value: object) -> None:
     assert not is_output_line(value)
-
-
-def test_a_finished_output_is_counted_by_the_weights_that_answered(tmp_path: Path) -> None:
-    def by(weights: object) -> dict[str, Any]:
-        return answer_line(CALL, 200, answer(1, system_fingerprint=weights), batch_id="b", created=9)
-
-    assert count_lines(written(tmp_path, [by("w"), by("w"), LATE, NO_REQUEST])) == "2 ok, 2 failed"
-    several = [by("w" * 20), by("w" * 20), by("v"), by("v"), by("v"), LATE, by(5)]
-    shares = f"3 of v, 2 of {'w' * 16}, 1 of unknown ones"
-    assert count_lines(written(tmp_path, several)) == (
-        f"6 ok, 1 failed; the weights changed while the batch ran, these are answers {shares}"
-    )
 
 
 def test_whoever_answered_is_read_from_the_first_line_that_tells(tmp_path: Path) -> None:
