@@ -28,7 +28,8 @@ EPILOG = """input lines, in any mixture; each may carry the parameters of the HT
   {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "def ", "max_tokens": 8}}
 A "model" that is none but the served one's name fails; leave it out to use any.
 A request that fails becomes an output line with its error; the others go on. So does the second line of one custom_id.
-Line N is called line-N where it has no custom_id, and has the seed N + --seed where it has none, or -1.
+Line N is called line-N where it has no custom_id, or that of an earlier line (null if another line has that very custom_id),
+and has the seed N + --seed where it has none, or -1.
 
 The last line on stderr counts them: "N ok, M failed"; those before it name the first few that failed, and why.
 Exit status: 0 every line has its answer or its error in the output, failed ones included; 1 stopped early, the same

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from jdisagg.core.errors import ConfigError
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _SHORT_FORMS = {"prompt": COMPLETIONS, "token_ids": COMPLETIONS, "messages": CHAT}
 _ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
+_LIKE_A_DEFAULT = (b"line-", b"\\u00")  # literally, or one of its characters as an escape
 _NO_SEED = (None, -1)  # vLLM's clients write -1
 
 
@@ -55,21 +56,44 @@ def open_input(path: Path) -> BufferedReader:
 def read_lines(path: Path, *, seed: int) -> Iterator[Call | BadLine]:
     """Every line that is not blank. A request without a seed gets `seed` + its line number: a rerun draws the same tokens.
 
-    The second line of one custom_id is a bad line without any: its answer could not be told from the first one's.
+    The second line of one custom_id is a bad line: its answer could not be told from the first one's. It is called after its
+    number, as is any bad line without a custom_id; or nothing, where that is another line's custom_id: no two are the same.
     Raises ConfigError for a file that cannot be read.
     """
     first: dict[str, int] = {}  # custom_id -> its line
+    taken: set[str | None] | None = None
     with open_input(path) as file:
         for number, raw in enumerate(file, start=1):
             if not raw.strip():
                 continue
             line = parse_line(number, raw, seed=seed)
             earlier = number if line.custom_id is None else first.setdefault(line.custom_id, number)
-            yield line if earlier == number else BadLine(number, None, _repeated(line, earlier))
+            if earlier != number:
+                line = BadLine(number, None, _repeated(line, earlier))
+            if line.custom_id is None:
+                taken = _taken(path) if taken is None else taken
+                line = replace(line, custom_id=None if _named_after(number) in taken else _named_after(number))
+            yield line
+
+
+def _taken(path: Path) -> set[str | None]:
+    """The custom_ids of an input that another line may be called after its number. Parses no more lines than it must."""
+    with open_input(path) as file:
+        return {
+            parse_line(number, raw, seed=0).custom_id
+            for number, raw in enumerate(file, start=1)
+            if any(part in raw for part in _LIKE_A_DEFAULT)
+        }
+
+
+def _named_after(number: int) -> str:
+    return f"line-{number}"
 
 
 def parse_line(number: int, raw: bytes, *, seed: int) -> Call | BadLine:
-    """One line; what is wrong with it is data, not an exception. A request without a custom_id is called after its number."""
+    """One line; what is wrong with it is data, not an exception. A request without a custom_id is called after its number.
+
+    A bad line is called nothing where it has none that can be used."""
     try:
         fields = strict_json.decode(raw)
     except ValueError as error:
@@ -91,7 +115,7 @@ def parse_line(number: int, raw: bytes, *, seed: int) -> Call | BadLine:
     body = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
     if body.get("seed") in _NO_SEED:
         body["seed"] = (seed + number) % 2**32
-    return Call(number, custom_id or f"line-{number}", url, body)
+    return Call(number, custom_id or _named_after(number), url, body)
 
 
 def _repeated(line: Call | BadLine, earlier: int) -> str:

@@ -47,7 +47,17 @@ def test_answers_come_in_input_order_with_bad_lines_marked(tmp_path: Path, capsy
     assert re.fullmatch("[0-9a-f]{8}", batch_id)
     assert [answer["id"] for answer in answers] == [f"batch_{batch_id}_{number}" for number in (1, 2, 4, 5, 6, 7, 8, 9, 10)]
     assert server.named == {answer["id"] for answer in answers if answer["response"]}  # found again in the server's logs
-    assert [answer["custom_id"] for answer in answers] == ["a", "line-2", "line-4", None, None, "g", "h", "i", "line-10"]
+    assert [answer["custom_id"] for answer in answers] == [
+        "a",
+        "line-2",
+        "line-4",
+        "line-5",
+        "line-6",
+        "g",
+        "h",
+        "i",
+        "line-10",
+    ]
     assert [answer["error"] and answer["error"]["line"] for answer in answers] == [None, None, None, 5, 6, None, 8, 9, None]
     texts = [answer["response"]["body"]["choices"][0]["text"] for answer in answers if answer["custom_id"] in ANSWERED]
     assert texts == [
@@ -75,7 +85,7 @@ def test_the_second_line_of_one_custom_id_is_refused_naming_both(tmp_path: Path)
         assert main(arguments(source, output, server.url)) == 0
         assert server.asked.total() == 2
     answers = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-    assert [answer["custom_id"] for answer in answers] == ["a", "b", None, None, None]
+    assert [answer["custom_id"] for answer in answers] == ["a", "b", "line-4", "line-5", "line-6"]
     assert [answer["error"]["message"] for answer in answers if answer["error"]] == [
         "line 4: custom_id 'a' is that of line 1; give each line its own",
         "line 5: custom_id 'b' is that of line 2; give each line its own",
@@ -96,7 +106,7 @@ def test_a_line_that_is_called_after_its_number_is_told_from_one_that_has_that_n
         assert main(arguments(source, output, server.url)) == 0
         assert server.asked.total() == 3
     answers = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-    assert [answer["custom_id"] for answer in answers] == ["line-1", None, "line-4", None, "line-5"]
+    assert [answer["custom_id"] for answer in answers] == ["line-1", "line-2", "line-4", None, "line-5"]
     assert [answer["error"]["message"] for answer in answers if answer["error"]] == [
         "line 2: custom_id 'line-1' is that of line 1; give each line its own",
         "line 4: custom_id 'line-4' is that of line 3; give each line its own",

@@ -100,5 +100,49 @@ def test_lines_without_a_name_are_not_taken_for_one(tmp_path: Path) -> None:
     first, second, *calls = read_lines(path, seed=0)
     assert isinstance(first, BadLine)
     assert first.message.startswith("line 1 is not JSON")
-    assert second == BadLine(3, None, "line 3: wanted a JSON object, got list")
+    assert first.custom_id == "line-1"
+    assert second == BadLine(3, "line-3", "line 3: wanted a JSON object, got list")
     assert calls == [Call(number, f"line-{number}", "/v1/completions", {"prompt": "x", "seed": number}) for number in (4, 5)]
+
+
+LINES = st.lists(
+    st.one_of(
+        st.sampled_from(["", "nonsense", "[1]", '{"custom_id": 5, "prompt": "x"}', '{"prompt": "x"}', '{"prompt": "line-2"}']),
+        st.builds(
+            '{{"custom_id": "{}", {}}}'.format,
+            st.sampled_from(["a", "line-1", "line-2", "line-3", "\\u006cine-3", "line\\u002d4", "line-4"]),
+            st.sampled_from(['"prompt": "x"', '"nonsense": 1']),
+        ),
+    ),
+    max_size=5,
+)
+
+
+@given(LINES)
+def test_no_two_lines_have_one_name_and_no_request_fails_for_a_line_that_names_itself_nothing(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str]
+) -> None:
+    path = tmp_path_factory.mktemp("named") / "in.jsonl"
+
+    def read(texts: list[str]) -> list[Call | BadLine]:
+        path.write_text("\n".join(texts), encoding="utf-8")
+        return list(read_lines(path, seed=0))
+
+    lines = read(texts)
+    names = [line.custom_id for line in lines if line.custom_id is not None]
+    assert len(set(names)) == len(names)
+    own = {number: parse_line(number, text.encode(), seed=0).custom_id for number, text in enumerate(texts, start=1)}
+    for line in lines:
+        others = {name for number, name in own.items() if number != line.number}
+        assert line.custom_id is not None or f"line-{line.number}" in others
+        assert line.custom_id in (None, own[line.number], f"line-{line.number}")
+    named = [text if own[number] else "" for number, text in enumerate(texts, start=1)]
+    assert [line for line in read(named) if isinstance(line, Call)] == [line for line in lines if isinstance(line, Call)]
+
+
+def test_a_heading_over_requests_that_are_called_after_other_lines_costs_none_of_them(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('# a heading\n{"custom_id": "line-1", "prompt": "x"}\n# the end\n', encoding="utf-8")
+    heading, request, end = read_lines(path, seed=0)
+    assert (heading.custom_id, request.custom_id, end.custom_id) == (None, "line-1", "line-3")
+    assert isinstance(request, Call)

@@ -23,14 +23,14 @@ BAD_LINES = {
     "surrogate_in_prompt": ('{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "\\ud800"}}', "a"),
     "surrogate_in_bytes": (b'{"custom_id": "a", "prompt": "\xed\xa0\x80"}', "a"),
     "surrogate_in_key": ('{"custom_id": "a", "prompt": "x", "\\udfff": 1}', "a"),
-    "surrogate_in_id": ('{"custom_id": "\\ud800", "prompt": "x"}', None),
-    "surrogate_in_id_of_no_request": ('{"custom_id": "\\ud800", "nonsense": 1}', None),
+    "surrogate_in_id": ('{"custom_id": "\\ud800", "prompt": "x"}', "line-2"),
+    "surrogate_in_id_of_no_request": ('{"custom_id": "\\ud800", "nonsense": 1}', "line-2"),
     "nan": ('{"custom_id": "a", "prompt": "x", "temperature": NaN}', "a"),
     "infinity": ('{"custom_id": "a", "prompt": "x", "temperature": -Infinity}', "a"),
     "beyond_a_float": ('{"custom_id": "a", "prompt": "x", "temperature": 1e999}', "a"),
     "deep": ('{"custom_id": "a", "prompt": ' + "[" * 900 + "]" * 900 + "}", "a"),
-    "too_deep_to_read": ('{"prompt": ' + "[" * 90_000 + "]" * 90_000 + "}", None),
-    "huge_integer": ('{"prompt": "x", "max_tokens": ' + "9" * 6000 + "}", None),
+    "too_deep_to_read": ('{"prompt": ' + "[" * 90_000 + "]" * 90_000 + "}", "line-2"),
+    "huge_integer": ('{"prompt": "x", "max_tokens": ' + "9" * 6000 + "}", "line-2"),
 }
 ODD_ANSWERS = {
     "no_utf8": b'{"id": "cmpl-1", "text": "\xff"}',
