@@ -17,7 +17,14 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 import httpx
 
 from jdisagg.batch.command import Command, parse_command
-from jdisagg.batch.finished import answered_by, check_unpublished, end_former_run, has_failed_lines, keep_answers
+from jdisagg.batch.finished import (
+    answered_by,
+    check_unpublished,
+    end_former_run,
+    has_failed_lines,
+    has_lines_to_mend,
+    keep_answers,
+)
 from jdisagg.batch.journal import Journal, check_journal
 from jdisagg.batch.lanes import Lanes, proxy_of
 from jdisagg.batch.progress import shown
@@ -44,7 +51,8 @@ def main(argv: Sequence[str], *, tidy: Callable[[], object] = lambda: None, what
     interrupted = f"interrupted; {what_next}"
     try:
         command = parse_command(argv)
-        if check_unpublished(command.batch) or (command.retry_failed and has_failed_lines(command.batch.output)):
+        again = command.retry_failed
+        if check_unpublished(command.batch, retry_failed=again) or (again and has_failed_lines(command.batch.output)):
             asyncio.run(_run(command, tidy, interrupted))
         else:
             asyncio.run(_check_finished(command))
@@ -76,8 +84,12 @@ async def _check_finished(command: Command) -> None:
                 now = had  # nobody can say
         _check_model(command, had, now)
     of = "" if had is None else f" by {_told(had)}"
-    again = "; --retry-failed asks again for what failed" if has_failed_lines(command.batch.output) else ""
-    say(f"already complete{of}, nothing was run{again}")
+    hint = ""
+    if has_failed_lines(command.batch.output):
+        hint = "; --retry-failed asks again for what failed"
+    elif has_lines_to_mend(command.batch.output):
+        hint = "; what failed is no request: mend it in the input, and --retry-failed asks for those lines alone"
+    say(f"already complete{of}, nothing was run{hint}")
 
 
 def _check_model(command: Command, had: Served, now: Served) -> None:

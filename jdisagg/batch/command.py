@@ -77,7 +77,9 @@ def parse_command(argv: Sequence[str]) -> Command:
         "--request-timeout-s", type=float, default=3600.0, metavar="S", help="longest wait for one answer (default 3600)"
     )
     parser.add_argument(
-        "--retry-failed", action="store_true", help="when all is done: ask again for the lines of the output that failed"
+        "--retry-failed",
+        action="store_true",
+        help="when all is done: ask again for the lines of the output that failed, which may be mended in the input before",
     )
     parser.add_argument(
         "--quiet", action="store_true", help="no word of progress (a bar on a terminal, else a line every 30 s)"

@@ -21,7 +21,9 @@ def number_of(line: dict[str, Any]) -> str:
     return line["id"].rpartition("_")[2]
 
 
-def answer_line(call: Call, status_code: int, body: dict[str, Any], *, batch_id: str, created: int) -> dict[str, Any]:
+def answer_line(
+    call: Call, status_code: int, body: dict[str, Any], *, batch_id: str, request_id: str, created: int
+) -> dict[str, Any]:
     """The line of a request that was answered, well or badly. `created` (seconds) stands in for the time of the answer."""
     stable = dict(body)
     if "id" in stable:
@@ -33,7 +35,7 @@ def answer_line(call: Call, status_code: int, body: dict[str, Any], *, batch_id:
         stable["usage"] = {key: value for key, value in usage.items() if key != "prompt_tokens_details"}
     if isinstance(choices := stable.get("choices"), list):
         stable["choices"] = [_with_stable_calls(choice, f"call_{call.number}_{index}") for index, choice in enumerate(choices)]
-    response = {"status_code": status_code, "request_id": f"batch-{call.number}", "body": stable}
+    response = {"status_code": status_code, "request_id": request_id, "body": stable}
     return {"id": line_id(batch_id, call.number), "custom_id": call.custom_id, "response": response, "error": None}
 
 

@@ -23,6 +23,7 @@ from jdisagg.core.errors import ConfigError
 
 # what answers depend on
 _ANSWERING = ("model", "load_format", "dtype", "kv_cache_dtype", "max_model_len", "numerics", "tool_call_parser")
+_INPUT = "input_sha256"
 _JOURNAL = 3  # the form of journals: lines of form 1 do not name their batch, the CRC32 of form 2 says nothing of the number
 _BLOCK_BYTES = 2**20
 Finished = tuple[int, dict[str, Any]]  # input line number, output line
@@ -49,7 +50,7 @@ class Batch:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """What the answers depend on, as far as it is known before a server is asked."""
-        identity: dict[str, Any] = {"input_sha256": self._found.sha256, "seed": self.seed}
+        identity: dict[str, Any] = {_INPUT: self._found.sha256, "seed": self.seed}
         if self.config is not None:
             settings = asdict(self.config.model) | {"numerics": self.config.model.numerics.value}
             identity |= {"--" + name.replace("_", "-"): settings[name] for name in _ANSWERING}
@@ -60,6 +61,12 @@ class Batch:
     def id(self) -> str:
         """Eight hex digits of `identity`."""
         return hashlib.sha256(strict_json.encode(sorted(self.identity.items()))).hexdigest()[:8]
+
+    def request_id(self, call: Call) -> str:
+        """Names what is asked, and what the answer depends on besides: it stands for that of another request of the same id."""
+        settings = sorted((key, value) for key, value in self.identity.items() if key != _INPUT)
+        asked = strict_json.encode([settings, call.custom_id, call.url, call.body])
+        return f"batch-{call.number}-{hashlib.sha256(asked).hexdigest()[:16]}"
 
     def header(self, model: str, fingerprint: str | None = None) -> dict[str, Any]:
         """What the journal must agree with; `model`: the name of the one that answers, `fingerprint`: of its weights, as far as
@@ -140,7 +147,7 @@ async def _answer(
         status_code, body = await sender.send(line, line_id(batch.id, line.number), set_aside)
     except BadAnswer as error:
         return bad_answer_line(line, error.message, batch_id=batch.id)
-    return answer_line(line, status_code, body, batch_id=batch.id, created=created)
+    return answer_line(line, status_code, body, batch_id=batch.id, request_id=batch.request_id(line), created=created)
 
 
 def _first(failures: BaseExceptionGroup) -> BaseException:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+from jdisagg.batch.lines import Call
 from jdisagg.batch.runner import Batch
 from jdisagg.core.settings import load_config
 
@@ -26,3 +28,8 @@ def test_a_batch_of_another_input_seed_or_setting_that_answers_depend_on_is_anot
     assert len({batch.id for batch in batches}) == len(batches)
     assert len({json.dumps(batch.header("demo")) for batch in batches}) == len(batches)
     assert batch([], max_concurrency=2).id == batch([]).id
+    call = Call(3, "a", "/v1/completions", {"prompt": "x"})
+    calls = [replace(call, number=4), replace(call, custom_id="b"), replace(call, url="/"), replace(call, body={"prompt": "y"})]
+    asked = [one.request_id(call) for one in batches if one.input == source] + [batch([]).request_id(one) for one in calls]
+    assert len(set(asked)) == len(batches) - 1 + len(calls)
+    assert batch([], other).request_id(call) == batch([]).request_id(call), "of another input it may be the same request"

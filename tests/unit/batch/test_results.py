@@ -38,10 +38,10 @@ def answer(number: int, **more: Any) -> dict[str, Any]:
 
 
 def test_two_answers_to_one_request_are_one_line() -> None:
-    first, second = (answer_line(CALL, 200, answer(number), batch_id="b", created=9) for number in (5, 6))
+    first, second = (answer_line(CALL, 200, answer(number), batch_id="b", request_id="r", created=9) for number in (5, 6))
     assert first == second
     body = {"id": "cmpl-3", "created": 9, "choices": [{"text": "y"}], "usage": {"prompt_tokens": 1}}
-    response = {"status_code": 200, "request_id": "batch-3", "body": body}
+    response = {"status_code": 200, "request_id": "r", "body": body}
     assert first == {"id": "batch_b_3", "custom_id": "a", "response": response, "error": None}
 
 
@@ -51,7 +51,8 @@ def test_two_answers_with_tool_calls_are_one_line_whose_calls_have_ids_of_their_
         return {"index": index, "message": {"role": "assistant", "content": None, "tool_calls": calls}}
 
     first, second = (
-        answer_line(CALL, 200, {"choices": [chosen(index) for index in range(2)]}, batch_id="b", created=9) for _ in range(2)
+        answer_line(CALL, 200, {"choices": [chosen(index) for index in range(2)]}, batch_id="b", request_id="r", created=9)
+        for _ in range(2)
     )
     assert first == second
     choices = first["response"]["body"]["choices"]
@@ -72,7 +73,7 @@ ODD_CALLS = [5, "id", {"name": "f"}, None]
     ],
 )
 def test_an_answer_of_another_form_stays_as_it_is(body: dict[str, Any]) -> None:
-    assert answer_line(CALL, 429, body, batch_id="b", created=9)["response"]["body"] == body
+    assert answer_line(CALL, 429, body, batch_id="b", request_id="r", created=9)["response"]["body"] == body
 
 
 def test_a_line_without_an_answer_has_the_name_of_its_request() -> None:
@@ -104,7 +105,7 @@ def test_what_no_batch_wrote_is_no_output_line(value: object) -> None:
 
 def test_whoever_answered_is_read_from_the_first_line_that_tells(tmp_path: Path) -> None:
     def by(**named: object) -> dict[str, Any]:
-        return answer_line(CALL, 200, answer(1, **named), batch_id="b", created=9)
+        return answer_line(CALL, 200, answer(1, **named), batch_id="b", request_id="r", created=9)
 
     assert answered_by(written(tmp_path, [5, NO_REQUEST, LATE, by(), by(model=5)])) is None
     told = by(model="m", system_fingerprint="w")

@@ -57,7 +57,7 @@ def test_only_what_failed_is_asked_again_and_the_output_is_that_of_a_run_without
         capsys.readouterr()
         assert main(arguments(source, output, server, "--retry-failed")) == 0
         said = capsys.readouterr().err
-        assert "already complete by model 'fake', nothing was run\n" in said
+        assert "already complete by model 'fake', nothing was run; what failed is no request" in said
         assert said.endswith("jdisagg.batch: 4 ok, 1 failed\n"), "a bad line stays one"
         assert server.asked == {'"four"': 1}
     assert output.read_bytes() == undisturbed.read_bytes()

@@ -27,7 +27,7 @@ def call(number: int, custom_id: str | None = None) -> Call:
 
 
 def answered(asked: Call, status_code: int = 200, **body: Any) -> dict[str, Any]:
-    return answer_line(asked, status_code, body, batch_id="b", created=9)
+    return answer_line(asked, status_code, body, batch_id="b", request_id="r", created=9)
 
 
 def told(directory: Path, lines: list[dict[str, Any]]) -> list[str]:
