@@ -71,6 +71,7 @@ class Sender:
                     if absence is not None:  # it stood behind one that was computed; behind refusals time goes on
                         absence.since_s += min(sent.awake_s - queued_s, self._turns.long_s - long_s)
                     outcome = await self._once(request, sent)
+                    in_flight_s = self._clock.now_s() - sent.awake_s
                     if not isinstance(outcome, NotNow):
                         self._service.answered(outcome[0], sent.awake_s, self._clock.now_s())
                         return outcome
@@ -78,7 +79,7 @@ class Sender:
                 if outcome.taken or (was_away and not outcome.quarantined):
                     absence, kept = None, tries.add(outcome)
                 elif outcome.lost:
-                    if outcome.quarantined and self._clock.now_s() - sent.awake_s >= AT_THE_DOOR_S:
+                    if outcome.quarantined and in_flight_s >= AT_THE_DOOR_S:
                         set_aside()
                     absence, kept = None, await self._rest(tries, what, outcome)
                 else:

@@ -46,8 +46,10 @@ def _short_pauses_by_the_loop_s_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 class Watched(Server):
     """Keeps when each request was under way: name, from, to."""
 
-    def __init__(self, **scripts: list[Step]) -> None:
+    def __init__(self, *, looked_s: float = 0.0, **scripts: list[Step]) -> None:
+        """`looked_s`: how long it takes to say that it is there."""
         super().__init__(0.0, **scripts)
+        self.looked_s = looked_s
         self.spans: list[tuple[str, float, float]] = []
 
     async def __call__(self, request: httpx.Request) -> httpx.Response:
@@ -55,6 +57,8 @@ class Watched(Server):
         response = await super().__call__(request)
         if request.method == "POST":
             self.spans.append((json.loads(request.content)["name"], began_s - BEGAN_S, now_s() - BEGAN_S))
+        else:
+            await asyncio.sleep(self.looked_s)
         return response
 
     def of(self, name: str) -> list[tuple[str, float, float]]:
@@ -137,9 +141,11 @@ def test_who_comes_while_one_that_was_quarantined_is_asked_waits_and_is_not_held
     assert server.asked_s["d"] >= 2 * PATIENCE_S
 
 
-@pytest.mark.parametrize(("in_flight_s", "other_s"), [(2.0, 2.0), (0.0, PATIENCE_S)])
+@pytest.mark.parametrize(
+    ("in_flight_s", "looked_s", "other_s"), [(2.0, 0.0, 2.0), (0.0, 0.0, PATIENCE_S), (0.0, 1.5, 1.5 + PATIENCE_S)]
+)
 def test_the_place_of_one_that_was_quarantined_is_another_one_s_until_all_others_are_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_flight_s: float, other_s: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_flight_s: float, looked_s: float, other_s: float
 ) -> None:
     """Only behind the quarantine, where it was refused at once: as those would be that have the same prompt."""
 
@@ -149,7 +155,9 @@ def test_the_place_of_one_that_was_quarantined_is_another_one_s_until_all_others
     monkeypatch.setattr(asyncio, "to_thread", at_once)  # a thread takes none of the loop's time, but ages by its clock
     names = [f"b{number}" for number in range(9)]
     server = Watched(
-        a=[(in_flight_s, QUARANTINED), (1.0, FINE)], **{name: [(0.9 + 0.01 * i, FINE)] for i, name in enumerate(names)}
+        looked_s=looked_s,
+        a=[(in_flight_s, QUARANTINED), (1.0, FINE)],
+        **{name: [(0.9 + 0.01 * i, FINE)] for i, name in enumerate(names)},
     )
     batch = Batch(input=tmp_path / "in.jsonl", output=tmp_path / "out.jsonl", max_concurrency=2)
     batch.input.write_text("".join(json.dumps({"prompt": "p", "name": name}) + "\n" for name in ("a", *names)))
