@@ -34,8 +34,8 @@ from jdisagg.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 EXIT_DONE, EXIT_NOT_DONE, EXIT_BAD_COMMAND = 0, 1, 2
 ANSWER_S = 5.0  # for an answer that waits for nothing
 MOST_WAIT_S = 86_400.0
-_HEADS = ("ROLE", "ADDRESS", "STATE", "OF ROUTER", "RUNNING", "WAITING", "FREE PAGES", "MODEL", "WEIGHTS", "WORKER")
-_UNKNOWN = "?"  # to a router of an older version
+_HEADS = ("ROLE", "ADDRESS", "STATE", "OF ROUTER", "RUNNING", "WAITING", "FREE PAGES", "MODEL", "WEIGHTS", "VERSION", "WORKER")
+_UNKNOWN = "?"  # to a router, or of a worker, of an older version
 
 
 def main(argv: Sequence[str]) -> int:
@@ -129,6 +129,7 @@ def _row(member: fleet_pb2.Member, standing: fleet_pb2.Standing | None) -> tuple
         f"{load.free_pages}/{load.total_pages}",
         told(member.model),
         told(member.identity.fingerprint[:8]),
+        told(member.identity.build) or _UNKNOWN,
         told(member.identity.worker),
     )
 

@@ -63,6 +63,7 @@ class Member:
     address: str  # HOST:PORT of its gRPC server
     worker: str  # "pid 123 @ 127.0.0.1:9000"
     epoch: str
+    build: str = ""  # the version of its jdisagg; "" = it is too old to say
     card: ModelCard
     fingerprint_parts: Parts = ()  # of the card's
     text_digest: str = ""  # of its tokenizer and chat template; "" = it has none, or is too old to say

@@ -17,6 +17,7 @@ from jdisagg.api.generation.service import GenerationServicer
 from jdisagg.api.grpc_health import HealthReporter
 from jdisagg.api.http.app import make_app
 from jdisagg.api.http.staged import StagedApp
+from jdisagg.api.http.version import package_version
 from jdisagg.api.kv_events.service import KVEventsService
 from jdisagg.api.peer.piece_server import add_peer_service
 from jdisagg.api.worker.service import WorkerService
@@ -83,7 +84,7 @@ class Edges:
         services = tuple(f"jdisagg.v1.{name}" for name in names)
         self._health = HealthReporter(server, services, self.engine.health)
         self._app = make_app(edge, self.engine, self._metrics_text, config.server)
-        metrics.set_build(role=config.role, model=self.model_name)
+        metrics.set_build(role=config.role, model=self.model_name, version=package_version())
         metrics.set_ready(lambda: self.engine.health().serves)
 
     async def start(self) -> None:
@@ -116,6 +117,7 @@ class Edges:
             address=self._address,
             worker=core.worker,
             epoch=core.epoch,
+            build=package_version(),
             card=self.engine.card,
             fingerprint_parts=core.loaded.fingerprint_parts,
             grammars=core.grammars is not None,

@@ -7,6 +7,7 @@ and go; `/ready` says whether a request would be served now. SIGTERM: report NOT
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from time import monotonic
@@ -19,6 +20,7 @@ from jdisagg.api.grpc_health import HealthReporter
 from jdisagg.api.http.app import make_app
 from jdisagg.api.http.server import HttpServer
 from jdisagg.api.http.staged import StagedApp
+from jdisagg.api.http.version import package_version
 from jdisagg.api.listening import listen
 from jdisagg.api.tasks import cancel_and_wait
 from jdisagg.core.config import Config
@@ -61,7 +63,8 @@ async def serve(config: Config, process: Process) -> int:
     model = config.served_name
     text, vocabulary = await process.unless_stopped(asyncio.to_thread(_read, config.model.model))
     metrics = Metrics(engine=False)
-    metrics.set_build(role="router", model=model)
+    name_build = partial(metrics.set_build, role="router", version=package_version())
+    name_build(model=model)
     engine = FleetEngine(
         config=config.transfer,
         metrics=metrics,
@@ -87,7 +90,7 @@ async def serve(config: Config, process: Process) -> int:
 
     admin = AdminService(drain=drain, stats=engine.debug_state, reset_prefix_cache=None)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
-    front.serve(make_app(edge, engine, partial(_shown, metrics, engine), config.server))
+    front.serve(make_app(edge, engine, partial(_shown, metrics, engine, name_build), config.server))
     http = HttpServer(front, listener)
     process.dump_with(engine.debug_state)
     await server.start()
@@ -108,8 +111,8 @@ async def serve(config: Config, process: Process) -> int:
     return 0
 
 
-def _shown(metrics: Metrics, engine: FleetEngine) -> str:
+def _shown(metrics: Metrics, engine: FleetEngine, name_build: Callable[..., None]) -> str:
     """What /metrics has; the model's name is that of /v1/models as soon as a worker has told it, until then our own setting."""
     with suppress(Unavailable):
-        metrics.set_build(role="router", model=engine.card.name)
+        name_build(model=engine.card.name)
     return metrics.text()

@@ -65,6 +65,7 @@ def decode_member(message: fleet_pb2.Member) -> Member:
         role=roles[message.role],
         worker=told(identity.worker),
         epoch=identity.epoch,
+        build=told(identity.build),
         card=decode_fields(message, ModelCard, name=message.model, fingerprint=identity.fingerprint),
         fingerprint_parts=decode_parts(identity),
         load=decode_load(message.load),

@@ -20,7 +20,7 @@ request_seconds tick_seconds_total
 @pytest.fixture
 def metrics() -> Metrics:
     made = Metrics()
-    made.set_build(role="decode", model="demo")
+    made.set_build(role="decode", model="demo", version="1.2")
     return made
 
 
@@ -57,6 +57,12 @@ def test_what_may_take_long_with_a_large_model_has_a_bucket(name: str, longest_s
     metrics.transfer.seconds.labels(backend="tcp").observe(1.0)
     ends = re.findall(rf'jdisagg_{name}_bucket{{.*le="([0-9.]+)"', metrics.text())
     assert max(map(float, ends)) >= longest_s
+
+
+def test_the_build_names_the_version_of_this_package(metrics: Metrics) -> None:
+    assert re.search(
+        r'^jdisagg_build_info{model="demo",python="[^"]+",role="decode",version="1\.2"} 1\.0$', metrics.text(), re.MULTILINE
+    )
 
 
 def test_every_rung_is_there_before_it_is_taken(metrics: Metrics) -> None:
@@ -103,7 +109,7 @@ def test_two_instances_do_not_share_state() -> None:
 
 def test_a_process_without_an_engine_exposes_no_series_of_one() -> None:
     router = Metrics(engine=False)
-    router.set_build(role="router", model="demo")
+    router.set_build(role="router", model="demo", version="1.2")
     router.cache.pages_free.set(3)  # goes nowhere
     names = {family.name for family in text_string_to_metric_families(router.text())}
     assert {"jdisagg_time_to_first_token_seconds", "jdisagg_inter_token_latency_seconds", "jdisagg_build_info"} <= names

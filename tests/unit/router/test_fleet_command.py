@@ -67,7 +67,7 @@ def test_list_shows_every_worker_with_its_state_its_load_and_why_it_does_not_ser
         router = await Router().start()
         assert await run("list", "--router", router.address) == 0
         assert capsys.readouterr().out == "no worker has registered\n"
-        well, unready = FakeWorker((router.address,)), FakeWorker((router.address,), name="demo")
+        well, unready = FakeWorker((router.address,), build="1.2"), FakeWorker((router.address,), name="demo")
         prefill = FakeWorker((router.address,), Role.PREFILL)
         unready.not_ready = WHY
         for worker in (well, unready, prefill):
@@ -75,10 +75,13 @@ def test_list_shows_every_worker_with_its_state_its_load_and_why_it_does_not_ser
         await until(lambda: router.linked() == 2 and len(router.engine.workers.members()) == 3)
         assert await run("list", "--router", router.address) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert lines[0].split() == "ROLE ADDRESS STATE OF ROUTER RUNNING WAITING FREE PAGES MODEL WEIGHTS WORKER".split()
+        assert (
+            lines[0].split() == "ROLE ADDRESS STATE OF ROUTER RUNNING WAITING FREE PAGES MODEL WEIGHTS VERSION WORKER".split()
+        )
         rows = {row.split()[1]: row.split() for row in lines[1:] if not row.startswith(" ")}
         assert rows[well.address][:7] == ["decode", well.address, "serving", "0", "0", "0", "10/10"]
-        assert rows[well.address][7:9] == ["demo", "weights-"]
+        assert rows[well.address][7:10] == ["demo", "weights-", "1.2"]
+        assert rows[unready.address][9] == "?", "of a version that does not say"
         assert rows[unready.address][2] == "not-ready"
         assert rows[prefill.address][:3] == ["prefill", prefill.address, "serving"]
         assert len(lines) == 5
@@ -91,6 +94,7 @@ def test_list_shows_every_worker_with_its_state_its_load_and_why_it_does_not_ser
         found = {worker["member"]["address"]: worker for worker in json.loads(capsys.readouterr().out)}
         assert found[unready.address]["standing"] == {"state": "not-ready", "why": WHY, "requests": 0}
         assert found[well.address]["member"]["load"]["free_pages"] == 10
+        assert found[well.address]["member"]["identity"]["build"] == "1.2"
         await stop(router, well, unready, prefill)
 
     run_quiet(body())

@@ -270,6 +270,7 @@ def test_member_round_trip_and_refusals():
         not_ready="no usable prefill worker",
         alone=True,
         cache_tokens=1 << 33,
+        build="1.2",
     )
     wire = fleet_codec.encode_member(described)
     assert fleet_codec.decode_member(wire) == described
