@@ -70,7 +70,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
     of_router = command("list", _list, "the workers of a router, as it sees them")
     of_router.add_argument("--router", dest="address", default="127.0.0.1:9000", metavar="HOST:PORT", help="(%(default)s)")
-    of_router.add_argument("--json", action="store_true", help="all that is known, as JSON")
+    of_router.add_argument("--json", action="store_true", help="all that is known of these, as JSON")
     drain = command("drain", _drain, "take no new requests; there is no way back but a restart of the process")
     drain.add_argument(
         "--wait-s", type=float, default=30.0, metavar="S", help="at most so long until what runs has ended (%(default)g)"
@@ -105,15 +105,25 @@ def _list(args: argparse.Namespace, channel: grpc.Channel) -> int:
         )
         return EXIT_DONE
     if not seen:
-        _print("no worker has registered")
-        return EXIT_DONE
+        _print("no worker is registered")
+    else:
+        _print_table(seen)
+    for lost in found.lost:
+        _print(f"lost {_age(lost.ago_ms / 1000)} ago: {told(lost.role)} {told(lost.worker)}, {told(lost.why)}")
+    return EXIT_DONE
+
+
+def _print_table(seen: Sequence[tuple[fleet_pb2.Member, fleet_pb2.Standing | None]]) -> None:
     rows = [_HEADS, *(_row(member, standing) for member, standing in seen)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADS))]
     for row, standing in zip(rows, [None, *(standing for _, standing in seen)], strict=True):
         _print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         if standing is not None and standing.why:
             _print(f"    {told(standing.why)}")
-    return EXIT_DONE
+
+
+def _age(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def _row(member: fleet_pb2.Member, standing: fleet_pb2.Standing | None) -> tuple[str, ...]:

@@ -111,3 +111,13 @@ class Standing:
     state: State
     why: str  # "" = nothing more to say
     requests: int  # of this router that it has
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LostWorker:
+    """One that a router had, and lost."""
+
+    role: Role
+    worker: str
+    why: str
+    ago_s: float

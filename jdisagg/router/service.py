@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 
 from jdisagg.api.codec import refuse
-from jdisagg.api.fleet.codec import decode_member, decode_report, encode_member, encode_standing
+from jdisagg.api.fleet.codec import decode_member, decode_report, encode_lost, encode_member, encode_standing
 from jdisagg.api.fleet.elsewhere import nobody_reaches
 from jdisagg.api.status_details import end_call
 from jdisagg.core.config import TransferConfig
@@ -90,4 +90,5 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         return fleet_pb2.ListResponse(
             members=[encode_member(member) for member, _ in found],
             standings=[encode_standing(standing) for _, standing in found],
+            lost=[encode_lost(lost) for lost in self._workers.lost()],
         )

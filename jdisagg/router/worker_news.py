@@ -10,6 +10,7 @@ from prometheus_client import Counter
 from jdisagg.api.worker.client import CLOSED, SILENT
 from jdisagg.core.fleet import WHERE_TO_LOOK, Member
 from jdisagg.router.entry import Entry
+from jdisagg.router.lost_workers import LostWorkers
 
 log = logging.getLogger(__name__)
 
@@ -20,18 +21,21 @@ LOSS_OF = {CLOSED: "closed", SILENT: "silent", EVICTED: "evicted", REPLACED: "re
 
 
 class WorkerNews:
-    """Remembers in entries what was said of them."""
+    """Remembers in entries what was said of them, and who was lost."""
 
     def __init__(self, num_lost: Counter) -> None:
         """`num_lost` by `reason`."""
         self._num_lost = num_lost
+        self.lost = LostWorkers()
 
     def registered(self, member: Member) -> None:
         """A prefill worker is there; of others it is said that they are connected."""
+        self.lost.is_back(member.key)
         log.info("%s worker %s has registered", member.role.value, member.worker)
 
     def connected(self, entry: Entry) -> None:
         """Its Run stream stands."""
+        self.lost.is_back(entry.key)
         log.info("%s worker %s is connected", *_who(entry))
 
     def waited_for(self, entry: Entry, lease_s: float) -> None:
@@ -66,7 +70,7 @@ class WorkerNews:
             log.info("%s worker %s is ready", *_who(entry))
         return entry.is_ready_told and not was_ready
 
-    def gone(self, entry: Entry, reason: str) -> None:
+    def gone(self, entry: Entry, reason: str, now_s: float) -> None:
         """Its stream, or a prefill worker's heartbeats, are over."""
         has_ours = entry.member.decodes and entry.pending  # those that named a prefill worker first may be anywhere by now
         if entry.member.draining and not has_ours:
@@ -74,6 +78,13 @@ class WorkerNews:
         else:
             log.warning("%s worker %s is lost: %s", *_who(entry), reason)
             self._num_lost.labels(reason=LOSS_OF.get(reason, "broken")).inc()
+            self.lost.note(entry.member, _in_words(reason), now_s)
+
+
+def _in_words(reason: str) -> str:
+    if reason == CLOSED:
+        return "it closed its stream"
+    return reason if reason in LOSS_OF else f"its stream broke ({reason})"
 
 
 def _who(entry: Entry) -> tuple[str, str]:

@@ -21,7 +21,7 @@ from jdisagg.api.tasks import cancel_and_wait, start_in, until_set
 from jdisagg.api.worker.client import CLOSED, SILENT, WorkerLink
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
-from jdisagg.core.fleet import Key, Member, Report
+from jdisagg.core.fleet import Key, LostWorker, Member, Report
 from jdisagg.core.metrics import FleetMetrics
 from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.router.entrance import Entrance
@@ -103,6 +103,10 @@ class Workers:
     def members(self) -> list[Member]:
         """Everybody alive."""
         return self.fleet.members()
+
+    def lost(self) -> list[LostWorker]:
+        """Who is not among them any more, the latest first."""
+        return self._news.lost.lately(monotonic(), frozenset(entry.key for entry in self.fleet.entries()))
 
     # --- the router's side
 
@@ -232,8 +236,8 @@ class Workers:
         self._gone(entry, reason)
 
     def _gone(self, entry: Entry, reason: str) -> None:
-        was_linked, entry.stream = entry.linked, None
-        self.fleet.suspect(entry, monotonic())
+        was_linked, entry.stream, now_s = entry.linked, None, monotonic()
+        self.fleet.suspect(entry, now_s)
         if was_linked or not entry.member.decodes:
-            self._news.gone(entry, reason)
+            self._news.gone(entry, reason, now_s)
         self._on_lost(entry, reason)

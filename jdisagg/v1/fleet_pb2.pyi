@@ -91,12 +91,14 @@ class ListRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListResponse(_message.Message):
-    __slots__ = ("members", "standings")
+    __slots__ = ("members", "standings", "lost")
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     STANDINGS_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
     members: _containers.RepeatedCompositeFieldContainer[Member]
     standings: _containers.RepeatedCompositeFieldContainer[Standing]
-    def __init__(self, members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., standings: _Optional[_Iterable[_Union[Standing, _Mapping]]] = ...) -> None: ...
+    lost: _containers.RepeatedCompositeFieldContainer[LostWorker]
+    def __init__(self, members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., standings: _Optional[_Iterable[_Union[Standing, _Mapping]]] = ..., lost: _Optional[_Iterable[_Union[LostWorker, _Mapping]]] = ...) -> None: ...
 
 class Standing(_message.Message):
     __slots__ = ("state", "why", "requests")
@@ -107,3 +109,15 @@ class Standing(_message.Message):
     why: str
     requests: int
     def __init__(self, state: _Optional[str] = ..., why: _Optional[str] = ..., requests: _Optional[int] = ...) -> None: ...
+
+class LostWorker(_message.Message):
+    __slots__ = ("role", "worker", "why", "ago_ms")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    AGO_MS_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    worker: str
+    why: str
+    ago_ms: int
+    def __init__(self, role: _Optional[str] = ..., worker: _Optional[str] = ..., why: _Optional[str] = ..., ago_ms: _Optional[int] = ...) -> None: ...

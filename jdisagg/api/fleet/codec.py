@@ -5,7 +5,7 @@ from __future__ import annotations
 from jdisagg.api.codec import decode_fields, encode_fields
 from jdisagg.api.peer.identity_codec import decode_parts, encode_parts
 from jdisagg.core.errors import InvalidRequest
-from jdisagg.core.fleet import Load, Member, ModelCard, Report, Standing
+from jdisagg.core.fleet import Load, LostWorker, Member, ModelCard, Report, Standing
 from jdisagg.core.requests import Role
 from jdisagg.core.told import told
 from jdisagg.v1 import fleet_pb2, peer_pb2, worker_pb2
@@ -79,3 +79,8 @@ def decode_member(message: fleet_pb2.Member) -> Member:
 def encode_standing(standing: Standing) -> fleet_pb2.Standing:
     """Its state as a word."""
     return encode_fields(standing, fleet_pb2.Standing, state=standing.state.value)
+
+
+def encode_lost(lost: LostWorker) -> fleet_pb2.LostWorker:
+    """Its age in whole milliseconds."""
+    return encode_fields(lost, fleet_pb2.LostWorker, role=lost.role.value, ago_ms=round(lost.ago_s * 1000))

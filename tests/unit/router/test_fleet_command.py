@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from jdisagg.core.settings import API_KEY_VARIABLE
 from jdisagg.v1 import admin_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.rig import stop
-from tests.unit.wire.rig import run_quiet, start_server, until
+from tests.unit.wire.rig import IMPATIENT, run_quiet, start_server, until
 
 WHY = "no prefill worker answers"
 
@@ -66,7 +67,7 @@ def test_list_shows_every_worker_with_its_state_its_load_and_why_it_does_not_ser
     async def body() -> None:
         router = await Router().start()
         assert await run("list", "--router", router.address) == 0
-        assert capsys.readouterr().out == "no worker has registered\n"
+        assert capsys.readouterr().out == "no worker is registered\n"
         well, unready = FakeWorker((router.address,), build="1.2"), FakeWorker((router.address,), name="demo")
         prefill = FakeWorker((router.address,), Role.PREFILL)
         unready.not_ready = WHY
@@ -100,11 +101,53 @@ def test_list_shows_every_worker_with_its_state_its_load_and_why_it_does_not_ser
     run_quiet(body())
 
 
+@pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL])
+def test_list_names_below_the_table_who_was_lost_and_not_who_has_left_or_is_back(
+    role: Role, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def body() -> None:
+        router = await Router(config=IMPATIENT).start()
+        stays, leaves, dies = (FakeWorker((router.address,), role) for _ in range(3))
+        for worker in (stays, leaves, dies):
+            await worker.start()
+        await until(lambda: len(router.engine.workers.members()) == 3)
+        await until(lambda: role is Role.PREFILL or router.linked() == 3)
+        leaves.draining = True
+        await leaves.registration.announce()
+        await leaves.die()
+        await dies.die()
+        await until(lambda: len(router.engine.workers.members()) == 1)
+        assert await run("list", "--router", router.address) == 0
+        _, row, *below = capsys.readouterr().out.splitlines()
+        assert row.split()[1] == stays.address
+        why = "its heartbeats stopped" if role is Role.PREFILL else "its stream broke \\(.+\\)|it closed its stream"
+        assert len(below) == 1
+        assert re.fullmatch(rf"lost \d s ago: {role.value} fake @ {dies.address}, ({why})", below[0])
+        await dies.start(dies.port)
+        await until(lambda: len(router.engine.workers.members()) == 2)
+        await until(lambda: role is Role.PREFILL or router.linked() == 2)
+        assert await run("list", "--router", router.address) == 0
+        assert "lost" not in capsys.readouterr().out
+        dies.draining = True
+        await dies.registration.announce()
+        await dies.die()
+        await stays.die()
+        await until(lambda: not router.engine.workers.members())
+        assert await run("list", "--router", router.address) == 0
+        first, *below = capsys.readouterr().out.splitlines()
+        assert first == "no worker is registered"
+        assert [stays.address in line for line in below] == [True], "what came back has left since then"
+        await router.stop()
+
+    run_quiet(body())
+
+
 def test_what_a_worker_says_of_itself_reaches_no_terminal_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     class Odd(fleet_pb2_grpc.FleetServiceServicer):
         async def List(self, request: fleet_pb2.ListRequest, context: object) -> fleet_pb2.ListResponse:
             odd = fleet_pb2.Member(role="\x1b[2J", address="h:1\n", model="m" * 5000)
-            return fleet_pb2.ListResponse(members=[odd], standings=[fleet_pb2.Standing(state="\x07", why="a\nb")])
+            lost = fleet_pb2.LostWorker(role="\x1b[2J", worker="\x1b[2J" * 500, why="\x07")
+            return fleet_pb2.ListResponse(members=[odd], standings=[fleet_pb2.Standing(state="\x07", why="a\nb")], lost=[lost])
 
     async def body() -> None:
         server, address = await start_server(lambda s: fleet_pb2_grpc.add_FleetServiceServicer_to_server(Odd(), s))
