@@ -45,6 +45,7 @@ class Entry:
     others_tokens: int = 0  # of P: what it has to compute besides
     suspect_until_s: float = 0.0
     is_ready_told: bool = True  # by the log, or nothing was told
+    is_drain_told: bool = False
     reach: Reach = field(default_factory=Reach)
     cache: WorkerCache = field(init=False)  # of P
     key: Key = field(init=False)  # one object, as each prompt that it had remembers it

@@ -213,6 +213,15 @@ class Fleet:
         those = [entry for entry in self._entries.values() if answers is None or entry.member.card.answers == answers]
         return usable(those, self._prefill(by_grammar=needs.by_grammar), needs)
 
+    def missing_without(self, entry: Entry) -> str:
+        """What nobody does any more since this worker drains, in words; "" = others do its work."""
+        if lacks := self.usable(None).lacks:
+            return f"nobody is left for new requests: {lacks}"
+        weights = entry.member.card.fingerprint
+        if entry.member.decodes or any(peer.member.card.fingerprint == weights for peer in self._prefill()):
+            return ""
+        return "no other of its weights computes prompts: decode workers do it themselves"
+
     def _prefill(self, *, by_grammar: bool = False) -> list[Entry]:
         """Prefill workers that take requests; `by_grammar`: those that have one."""
         there = [entry for entry in self._entries.values() if entry.member.role is Role.PREFILL and not entry.member.draining]

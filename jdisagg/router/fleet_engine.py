@@ -185,6 +185,7 @@ class FleetEngine:
             left_s = max(0.0, deadline_s - monotonic())
             log.info("draining: nothing more is admitted, %d requests are waited for %.3g s", len(self._flights), left_s)
         self._draining = True
+        self.workers.leave()
         while self._flights and monotonic() < deadline_s:
             await asyncio.sleep(0.02)
         return len(self._flights)

@@ -70,6 +70,14 @@ class WorkerNews:
             log.info("%s worker %s is ready", *_who(entry))
         return entry.is_ready_told and not was_ready
 
+    def drains(self, entry: Entry, nobody: str) -> None:
+        """It takes no new requests; `nobody`: what is missing from now on, "" where others do its work."""
+        entry.is_drain_told = True
+        if nobody:
+            log.warning("%s worker %s drains, and %s", *_who(entry), nobody)
+        else:
+            log.info("%s worker %s drains: it gets no new requests", *_who(entry))
+
     def gone(self, entry: Entry, reason: str, now_s: float) -> None:
         """Its stream, or a prefill worker's heartbeats, are over."""
         has_ours = entry.member.decodes and entry.pending  # those that named a prefill worker first may be anywhere by now

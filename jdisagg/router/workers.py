@@ -69,7 +69,7 @@ class Workers:
         self._links: dict[Key, WorkerLink] = {}
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._closed = False
+        self._leaving = self._closed = False
         self._due_s = monotonic() + config.heartbeat_s  # when this process means to look again
         start_in(self._tasks, self._sweep_forever())
 
@@ -89,6 +89,7 @@ class Workers:
             self._news.registered(member)
         if old is not None:
             self._lose(old, REPLACED)
+        self._hear_whether_it_drains(member.address, is_new=not known)
         self._hear_whether_ready(member.address)
         self._connect_missing()
         self._notify()
@@ -98,7 +99,12 @@ class Workers:
         known = self.fleet.heartbeat(address, epoch, report, monotonic())
         if known:
             self._hear_whether_ready(address)
+            self._hear_whether_it_drains(address)
         return known
+
+    def leave(self) -> None:
+        """This router drains: that its workers do is no news then."""
+        self._leaving = True
 
     def members(self) -> list[Member]:
         """Everybody alive."""
@@ -226,6 +232,12 @@ class Workers:
         entry = self.fleet.at(address)
         if entry is not None and self._news.readiness(entry):
             self._notify()
+
+    def _hear_whether_it_drains(self, address: str, *, is_new: bool = False) -> None:
+        """A new one may have come before those that do its work, as behind a restart of this router."""
+        entry = self.fleet.at(address)
+        if entry is not None and entry.member.draining and not entry.is_drain_told:
+            self._news.drains(entry, "" if is_new or self._leaving else self.fleet.missing_without(entry))
 
     def _lose(self, entry: Entry, reason: str) -> None:
         """The process is not a member any more."""
