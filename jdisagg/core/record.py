@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from enum import Enum
 from math import inf
 from typing import Any
@@ -40,6 +41,11 @@ class RequestRecord:
         self.phases = Phases(now_s)
         self._events: list[tuple[Event, float]] = [(Event.QUEUED, now_s)]
         self._num_dropped = 0
+        self._more: Callable[[], str] = str  # nothing
+
+    def ends_with(self, more: Callable[[], str]) -> None:
+        """What its life in the log has besides, asked for when it ends."""
+        self._more = more
 
     def scheduled(self, now_s: float) -> None:
         """Work on its prompt begins, or goes on after a preemption."""
@@ -105,5 +111,6 @@ class RequestRecord:
             f"{phase.value} {self.phases.seconds[phase]:.3f} s" for phase in Phase if phase in self.phases.seconds
         )
         events = ", ".join(f"{event.value} +{at_s - self._arrived_s:.3f}" for event, at_s in self._events)
-        more = f" ({self._num_dropped} events left out)" if self._num_dropped else ""
-        return f"{reason}, {num_tokens} tokens in {self.phases.total_s:.3f} s = {parts}; {events}{more}"
+        left_out = f" ({self._num_dropped} events left out)" if self._num_dropped else ""
+        more = f"; {text}" if (text := self._more()) else ""
+        return f"{reason}, {num_tokens} tokens in {self.phases.total_s:.3f} s = {parts}; {events}{left_out}{more}"

@@ -120,6 +120,7 @@ class FleetEngine:
             timeline.failed(error, monotonic())
             raise
         flight = Flight(self._attempts.behind(request))
+        timeline.record.ends_with(flight.whereabouts)
         late = self._tell_when_late(flight)
         self._flights[request.request_id] = flight
         try:

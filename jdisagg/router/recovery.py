@@ -86,6 +86,7 @@ class Replays:
             log.log(level, "request %s: not replayed; stage %s%s: %s", *told[:3], why)
             raise
         if not passes_on:
+            flight.setbacks.replays += 1
             self._metrics.fleet.recoveries.labels(rung="replay").inc()
         log.log(level, "request %s: recovering by replay; stage %s%s: %s; attempt %d", *told, flight.attempt + 1)
         flight.replay()

@@ -37,6 +37,7 @@ class Setbacks:
     def __init__(self) -> None:
         self.tried: frozenset[str] = frozenset()  # addresses that failed it
         self.deaths = 0
+        self.replays = 0  # but for what full workers passed on, which had nothing of it
         self.refusals = 0  # but for those of full workers that did nothing for it, until all have been asked
         self._num_full = 0  # of the latter
         self._was_alone = False
