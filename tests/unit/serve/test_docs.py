@@ -112,10 +112,33 @@ def test_links_lead_somewhere(text: str, request: pytest.FixtureRequest) -> None
     assert dead == []
 
 
+def test_operations_begins_with_a_list_of_its_headings_in_their_order() -> None:
+    page = ROOT / "docs" / "operations.md"
+    first, *others = headings(page)
+    contents = page.read_text().partition("\n## ")[0]
+    assert re.findall(r"^ *- \[(.+)\]\(#.+\)$", contents, re.MULTILINE) == others
+    assert (first, [title for title in others if title in ("Alerts and a dashboard", "Upgrades")]) == (
+        "Operations",
+        ["Alerts and a dashboard", "Upgrades"],
+    )
+
+
+@pytest.mark.parametrize(
+    "link",
+    ["configs/prometheus", "docs/aot.md#topologies", "docs/operations.md#structured-output", "docs/operations.md#upgrades"],
+)
+def test_the_readme_leads_to_what_a_first_try_stumbles_over(link: str) -> None:
+    assert f"]({link})" in (ROOT / "README.md").read_text()
+
+
 def anchors(page: Path) -> set[str]:
     """Of its headings, as they are linked to."""
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings(page)}
+
+
+def headings(page: Path) -> list[str]:
     prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.*)$", prose, re.MULTILINE)}
+    return re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
 
 
 def test_every_flag_is_named_somewhere() -> None:
