@@ -20,7 +20,8 @@ from jdisagg.core.errors import ConfigError
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _SHORT_FORMS = {"prompt": COMPLETIONS, "token_ids": COMPLETIONS, "messages": CHAT}
 _ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
-_LIKE_A_DEFAULT = (b"line-", b"\\u00")  # literally, or one of its characters as an escape
+_DEFAULT = "line-"  # and a number
+_LIKE_A_DEFAULT = (_DEFAULT.encode(), b"\\u002", b"\\u006")  # literally, or one of its characters as an escape
 _NO_SEED = (None, -1)  # vLLM's clients write -1
 
 
@@ -61,7 +62,7 @@ def read_lines(path: Path, *, seed: int) -> Iterator[Call | BadLine]:
     Raises ConfigError for a file that cannot be read.
     """
     first: dict[str, int] = {}  # custom_id -> its line
-    taken: set[str | None] | None = None
+    taken: set[str] | None = None
     with open_input(path) as file:
         for number, raw in enumerate(file, start=1):
             if not raw.strip():
@@ -76,18 +77,16 @@ def read_lines(path: Path, *, seed: int) -> Iterator[Call | BadLine]:
             yield line
 
 
-def _taken(path: Path) -> set[str | None]:
+def _taken(path: Path) -> set[str]:
     """The custom_ids of an input that another line may be called after its number. Parses no more lines than it must."""
     with open_input(path) as file:
-        return {
-            parse_line(number, raw, seed=0).custom_id
-            for number, raw in enumerate(file, start=1)
-            if any(part in raw for part in _LIKE_A_DEFAULT)
-        }
+        likely = (pair for pair in enumerate(file, start=1) if any(part in pair[1] for part in _LIKE_A_DEFAULT))
+        named = (parse_line(number, raw, seed=0).custom_id for number, raw in likely)
+        return {name for name in named if name is not None and name.startswith(_DEFAULT)}
 
 
 def _named_after(number: int) -> str:
-    return f"line-{number}"
+    return f"{_DEFAULT}{number}"
 
 
 def parse_line(number: int, raw: bytes, *, seed: int) -> Call | BadLine:

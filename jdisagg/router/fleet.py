@@ -220,7 +220,13 @@ class Fleet:
         weights = entry.member.card.fingerprint
         if entry.member.decodes or any(peer.member.card.fingerprint == weights for peer in self._prefill()):
             return ""
-        return "no other of its weights computes prompts: decode workers do it themselves"
+        members = [each.member for each in self._entries.values() if each.member.decodes and not each.member.draining]
+        served = [member for member in members if member.card.fingerprint == weights]
+        if not served:
+            return ""
+        do_not = all(member.needs_prefill for member in served)
+        then = "decode workers of these do not, and get no new requests" if do_not else "decode workers do it themselves"
+        return f"no other of its weights computes prompts: {then}"
 
     def _prefill(self, *, by_grammar: bool = False) -> list[Entry]:
         """Prefill workers that take requests; `by_grammar`: those that have one."""

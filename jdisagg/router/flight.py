@@ -169,9 +169,10 @@ class Flight:
         return self.accept(Output(request_id=self.request.request_id, finish=FinishReason.ERROR, error=error))
 
     def whereabouts(self) -> str:
-        """The worker that has it now, and how often it was replayed, for the log."""
+        """The worker that has it now, or had it last, and how often it was replayed, for the log."""
         member, num = None if self.entry is None else self.entry.member, self.setbacks.replays
-        where = "on no worker" if member is None else f"on {member.role.value} worker {member.worker}"
+        where = f"on worker {self.setbacks.worker}, which lost it" if self.setbacks.worker else "on no worker"
+        where = where if member is None else f"on {member.role.value} worker {member.worker}"
         return f"replayed {num} time{'s' if num > 1 else ''}, ended {where}" if num else where
 
     def summary(self) -> dict[str, Any]:

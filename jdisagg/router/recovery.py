@@ -75,12 +75,12 @@ class Replays:
         told = (flight.request.request_id, stage, where, lost.error.message)
         if not passes_on:
             flight.setbacks.begin(now_s)
-        flight.setbacks.last = lost.error.message
+        flight.setbacks.last, flight.setbacks.worker = lost.error.message, worker
         flight.setbacks.deaths += lost.death
         if not lost.death:
             flight.setbacks.given_back(is_full=passes_on, alone=alone)
         try:
-            self._check(flight, lost, alone=alone, num_live=num_live, now_s=now_s)
+            self._check(flight, lost, num_live=num_live, now_s=now_s)
         except RequestError as verdict:
             why = verdict.message.removeprefix(f"request {flight.request.request_id}: ")  # and what it was lost to
             log.log(level, "request %s: not replayed; stage %s%s: %s", *told[:3], why)
@@ -90,7 +90,8 @@ class Replays:
             self._metrics.fleet.recoveries.labels(rung="replay").inc()
         log.log(level, "request %s: recovering by replay; stage %s%s: %s; attempt %d", *told, flight.attempt + 1)
         flight.replay()
-        return 0.0 if lost.death or not alone else min(FIRST_PAUSE_S * 2**flight.setbacks.refusals, LONGEST_PAUSE_S)
+        again = not lost.death and (alone or (passes_on and flight.setbacks.has_asked_all))
+        return min(FIRST_PAUSE_S * 2**flight.setbacks.refusals, LONGEST_PAUSE_S) if again else 0.0
 
     def wait(self, flight: Flight, lacks: str, began_s: float, now_s: float, *, weights: str | None, late: bool) -> None:
         """There is no worker of those `weights` (None = any) for the attempt, as `lacks` says, or its deadline has passed.
@@ -136,7 +137,7 @@ class Replays:
         text = "request %s: failed; stage %s, worker %s: %s"
         self._told_failed[logging.WARNING].say(log, logging.WARNING, text, *told, now_s=now_s)
 
-    def _check(self, flight: Flight, lost: Lost, *, alone: bool, num_live: int, now_s: float) -> None:
+    def _check(self, flight: Flight, lost: Lost, *, num_live: int, now_s: float) -> None:
         """Raises the error that ends the request."""
         request_id = flight.request.request_id
         if flight.setbacks.blame >= self._config.max_deaths:

@@ -41,7 +41,7 @@ class Setbacks:
         self.refusals = 0  # but for those of full workers that did nothing for it, until all have been asked
         self._num_full = 0  # of the latter
         self._was_alone = False
-        self.last = ""  # what the attempt before this one was lost to
+        self.last, self.worker = "", ""  # what the attempt before this one was lost to, and where
         self._blamed: dict[Key, float] = {}  # deaths, by workers that may come back
         self._blamed_attempt: int | None = None  # the last one
         self._retry_after_s: float | None = None  # the soonest that a full worker named
@@ -64,7 +64,7 @@ class Setbacks:
 
     def given_back(self, *, is_full: bool, alone: bool) -> None:
         """By a worker that lives; `is_full`: it did nothing for the request. `alone`: as all others have given it back."""
-        self._was_alone |= alone
+        self._was_alone |= is_full and alone
         self.refusals += not is_full or self.has_asked_all
         self._num_full += is_full
 

@@ -17,7 +17,7 @@ from jdisagg.api.generation.gathered import gathered_by, in_one
 from jdisagg.api.generation.token_engine import Enough, Health
 from jdisagg.api.mailbox import Mailbox
 from jdisagg.api.tasks import call_on
-from jdisagg.core.errors import DeadlineExceeded, RequestError, Unavailable
+from jdisagg.core.errors import Cancelled, DeadlineExceeded, RequestError, Unavailable
 from jdisagg.core.fleet import Load, ModelCard
 from jdisagg.core.requests import EngineRequest, Grammar, Output
 from jdisagg.roles.engine_thread import EngineThread
@@ -86,7 +86,7 @@ class LocalEngine:
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Output]:
         """Yield the request's outputs; closing the generator cancels it. See TokenEngine."""
         grammar = request.sampling.grammar
-        _held = None if grammar is None or self._grammars is None else await self._compiled(grammar, self._grammars)
+        _held = None if grammar is None or self._grammars is None else await self._compiled(request, grammar, self._grammars)
         mailbox = Mailbox[Output | RequestError](wake_at=gathered_by(len(self._mailboxes)) if request.gathered else 1)
         request = self._attempts.behind(request)
         key = request.request_id, request.attempt
@@ -119,7 +119,7 @@ class LocalEngine:
             if not finished:
                 self._leave(key, enough=enough)
 
-    async def _compiled(self, grammar: Grammar, grammars: Grammars) -> Compiled:
+    async def _compiled(self, request: EngineRequest, grammar: Grammar, grammars: Grammars) -> Compiled:
         """Before the engine has the request, which counts only those it had."""
         try:
             return await grammars.ahead(grammar)
@@ -127,7 +127,8 @@ class LocalEngine:
             self._thread.loop.metrics.requests.finished.labels(reason=error.reason).inc()
             raise
         except asyncio.CancelledError:
-            self._thread.loop.metrics.requests.finished.labels(reason="abort").inc()
+            ended_by = DeadlineExceeded if monotonic() >= request.deadline_s else Cancelled
+            self._thread.loop.metrics.requests.finished.labels(reason=ended_by.reason).inc()
             raise
 
     def _leave(self, key: tuple[str, int], *, enough: bool = False) -> None:

@@ -44,9 +44,13 @@ def test_the_last_decode_worker_that_drains_is_a_warning_and_others_are_not(capl
         assert lines(caplog) == [("INFO", f"decode worker fake @ {d1.address} drains: it gets no new requests")]
         caplog.clear()
         await drain(d2)
-        why = f"every decode or unified worker is draining (fake @ {d1.address}, fake @ {d2.address})"
-        nobody = f"unified worker fake @ {d2.address} drains, and nobody is left for new requests: {why}"
-        assert lines(caplog) == [("WARNING", nobody)]
+        ((level, said),) = lines(caplog)
+        why = "every decode or unified worker is draining"
+        assert level == "WARNING"
+        assert said.startswith(
+            f"unified worker fake @ {d2.address} drains, and nobody is left for new requests: {why} (fake @ "
+        )
+        assert d1.address in said
         await stop(router, d1, d2, p)
 
     run_quiet(body())
@@ -72,6 +76,24 @@ def test_so_is_the_last_prefill_worker_of_its_weights(needs_prefill: bool, caplo
         assert ("nobody is left for new requests: no prefill worker that pairs" in said) is needs_prefill
         assert ("no other of its weights computes prompts: decode workers do it themselves" in said) is not needs_prefill
         await stop(router, d, p1, p2, other)
+
+    run_quiet(body())
+
+
+@pytest.mark.parametrize(("of_decode", "level"), [("weights-2", "INFO"), (None, "WARNING")])
+def test_nothing_is_missing_where_no_decode_worker_of_its_weights_is_left(
+    of_decode: str | None, level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+
+    async def body() -> None:
+        router = await Router().start()
+        d = FakeWorker((router.address,), **({} if of_decode is None else {"fingerprint": of_decode}))
+        p = FakeWorker((router.address,), Role.PREFILL)
+        await there(router, d, p)
+        await drain(p)
+        assert [level for level, _ in lines(caplog)] == [level]
+        await stop(router, d, p)
 
     run_quiet(body())
 

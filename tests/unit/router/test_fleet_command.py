@@ -101,6 +101,14 @@ def test_list_shows_every_worker_with_its_state_its_load_and_why_it_does_not_ser
     run_quiet(body())
 
 
+async def leave(router: Router, worker: FakeWorker) -> None:
+    """In good order: it ends once the router knows that it drains."""
+    worker.draining = True
+    await worker.registration.announce()
+    await until(lambda: any(each.draining for each in router.engine.workers.members() if each.address == worker.address))
+    await worker.die()
+
+
 @pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL])
 def test_list_names_below_the_table_who_was_lost_and_not_who_has_left_or_is_back(
     role: Role, capsys: pytest.CaptureFixture[str]
@@ -112,9 +120,7 @@ def test_list_names_below_the_table_who_was_lost_and_not_who_has_left_or_is_back
             await worker.start()
         await until(lambda: len(router.engine.workers.members()) == 3)
         await until(lambda: role is Role.PREFILL or router.linked() == 3)
-        leaves.draining = True
-        await leaves.registration.announce()
-        await leaves.die()
+        await leave(router, leaves)
         await dies.die()
         await until(lambda: len(router.engine.workers.members()) == 1)
         assert await run("list", "--router", router.address) == 0
@@ -128,9 +134,7 @@ def test_list_names_below_the_table_who_was_lost_and_not_who_has_left_or_is_back
         await until(lambda: role is Role.PREFILL or router.linked() == 2)
         assert await run("list", "--router", router.address) == 0
         assert "lost" not in capsys.readouterr().out
-        dies.draining = True
-        await dies.registration.announce()
-        await dies.die()
+        await leave(router, dies)
         await stays.die()
         await until(lambda: not router.engine.workers.members())
         assert await run("list", "--router", router.address) == 0

@@ -104,7 +104,7 @@ def test_each_of_many_full_workers_is_asked_once_and_only_then_are_refusals_coun
     for _ in range(20):
         accepted.lose(Overloaded("full"))
     assert accepted.lose(Overloaded("full"), alone=True) == 0.1
-    assert accepted.lose(Overloaded("one that came since")) == 0.0
+    assert accepted.lose(Overloaded("another one, again")) == 0.2
     with pytest.raises(Overloaded):
         accepted.lose(Overloaded("full"), alone=True)
 

@@ -82,3 +82,21 @@ def test_one_that_full_workers_passed_on_was_not_replayed_and_one_that_no_worker
         await stop(router, d1, d2)
 
     run_quiet(body())
+
+
+def test_one_that_nobody_took_behind_a_loss_names_who_lost_it(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
+    async def body() -> None:
+        router = await Router(slow_request_s=0.0, config=replace(FAST, worker_wait_s=0.1)).start()
+        (d,) = await fleet(FakeWorker((router.address,)), router=router)
+        d.engine.frozen = True
+        task = asyncio.create_task(collect(router, ask("r1")))
+        await until(lambda: d.engine.live)
+        await d.die()
+        await task
+        (line,) = slow_lines(caplog)
+        assert line.endswith(f"ended on worker fake @ {d.address}, which lost it")
+        await router.stop()
+
+    run_quiet(body())
