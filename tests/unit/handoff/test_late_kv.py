@@ -147,7 +147,7 @@ def test_a_piece_that_was_on_its_way_over_the_backend_that_was_left_is_wanted_ov
     for number in range(3):
         late = side.on_failed(H, "c" * (number + 1), "stalled", 3.3)
         wants = [action.message for action in late if isinstance(action, act.Send) and isinstance(action.message, Want)]
-        assert [(want.begin, want.end) for want in wants] == ([(8, 12)] if number < 2 else []), "not for ever"
+        assert wants == ([Want(begin=8, end=12, reason="stalled")] if number < 2 else []), "not for ever"
         assert none_of(act.Fetch, late)
         side.on_message(H, ready("c" * (number + 2), 8, 12), 3.4)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.core.requests import Provenance
+from jdisagg.core.requests import FinishReason, Provenance
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.decode_side import DecodeSide
 from jdisagg.handoff.messages import Accepted, Done, HandoffId, StreamEnded
@@ -76,3 +76,17 @@ def test_what_a_dead_worker_brought_is_told_although_the_rest_is_computed_here()
     assert local.provenance == Provenance(
         prefill_worker="p", transferred_tokens=4, transferred_bytes=40, recoveries=("reconnect", "local_prefill")
     )
+
+
+@pytest.mark.parametrize("said", [P, None])
+def test_a_request_that_ends_with_its_first_token_says_what_p_said_and_which_rungs_were_taken(said: Provenance | None) -> None:
+    ended = replace(FIRST, finish=FinishReason.LENGTH, provenance=said)
+    for is_lost, told in ((False, said), (True, replace(said or Provenance(), recoveries=("other_prefill",)))):
+        side = decode_side(NEVER)
+        side.start(request(max_tokens=1), 0, ("p", "q"), 0.0)
+        if is_lost:
+            side.on_message(HandoffId("r", 1), StreamEnded(reason="dead"), 0.0)
+        handoff = HandoffId("r", 1 + is_lost)
+        side.on_message(handoff, Accepted(cached_tokens=0), 0.0)
+        done = side.on_message(handoff, Done(first=ended, num_chunks=0), 0.0)
+        assert only(act.FirstToken, done).output.provenance == told
