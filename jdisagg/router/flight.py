@@ -171,8 +171,10 @@ class Flight:
     def whereabouts(self) -> str:
         """The worker that has it now, or had it last, and how often it was replayed, for the log."""
         member, num = None if self.entry is None else self.entry.member, self.setbacks.replays
-        where = f"on worker {self.setbacks.worker}, which lost it" if self.setbacks.worker else "on no worker"
-        where = where if member is None else f"on {member.role.value} worker {member.worker}"
+        if member is not None:
+            where = f"on {member.role.value} worker {member.worker}"
+        else:
+            where = f"on worker {self.setbacks.worker}, which lost it" if self.setbacks.worker else "on no worker"
         return f"replayed {num} time{'s' if num > 1 else ''}, ended {where}" if num else where
 
     def summary(self) -> dict[str, Any]:

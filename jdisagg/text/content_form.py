@@ -23,12 +23,11 @@ _CONVERSATIONS = (  # the next one where the template refuses the one before, or
 
 
 _LATER = [
-    *(
-        {"role": "system", "content": f"{_MARK}-one"},
-        {"role": "user", "content": "Hi."},
-        {"role": "assistant", "content": "Hi."},
-    ),
-    *({"role": "system", "content": f"{_MARK}-two"}, {"role": "user", "content": "Hi."}),
+    {"role": "system", "content": f"{_MARK}-one"},
+    {"role": "user", "content": "Hi."},
+    {"role": "assistant", "content": "Hi."},
+    {"role": "system", "content": f"{_MARK}-two"},
+    {"role": "user", "content": "Hi."},
 ]
 
 
