@@ -19,7 +19,7 @@ from jdisagg.core.errors import ConfigError
 _ONE = httpx.Limits(max_connections=1, max_keepalive_connections=1)
 # The kernel asks the other one whether it is there still, in all for 90 s: nothing is said while an answer is computed, and a
 # host without power never hangs up.
-_ASKED_AFTER = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 6}
+_ASKED_AFTER = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}  # some systems have not all of them
 
 
 class Lanes(httpx.AsyncBaseTransport):
@@ -65,7 +65,8 @@ async def _ask_after(event: str, told: Mapping[str, Any]) -> None:
         connection: socket.socket = told["return_value"].get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _ASKED_AFTER.items():
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+            if hasattr(socket, option):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def proxy_of(url: str) -> str | None:
