@@ -100,13 +100,10 @@ def _cut(base: _Attempt, tp: int) -> tuple[str, Config]:
 
 
 def _is_planned(config: Config, accelerator: Accelerator) -> bool:
-    """Whether one host has the devices for all that the configuration starts."""
-    host, local = accelerator.largest_host, config.local
-    total = local.num_prefill * config.prefill_tp + local.num_decode * config.decode_tp
-    if host is not None and config.role == "local" and accelerator.platform != "tpu" and total > host.num_devices:
-        return False  # without --devices they share, which is no advice
+    """Whether one host has the devices for all that the configuration starts: that some share theirs is no advice."""
+    host = accelerator.largest_host
     try:
-        return host is not None and bool(planned_engines(config, host))
+        return host is not None and sum(engine.tp for engine in planned_engines(config, host)) <= host.num_devices
     except ConfigError:
         return False
 
