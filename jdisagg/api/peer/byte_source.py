@@ -39,34 +39,15 @@ class GrpcByteSource:
     def read_into(self, peer: str, key: str, room: memoryview, deadline_s: float) -> Iterator[int]:
         """Fill `room` with the piece's bytes; see `ByteSource`."""
         channel = self._channels.of(peer)
-        filled, is_slow, left_s = 0, peer in self._slow, deadline_s - monotonic()
+        filled, left_s = 0, deadline_s - monotonic()
         if left_s <= 0.0:  # gRPC might serve it even so
             raise TimeoutError(f"piece {key} of {peer}: asked for when its time was over")
         try:
-            if self._was_short:
-                check_threads(1)
-                self._was_short = False
-        except RuntimeError as error:  # gRPC would lose this channel, too
+            parts, watched = self._ask(channel, peer, key, left_s)
+        except (ValueError, RuntimeError) as error:
             raise ConnectionError(f"piece {key} of {peer}: {error}") from error
         try:
-            fetch = channel.unary_stream(
-                FETCH, request_serializer=peer_pb2.FetchRequest.SerializeToString, response_deserializer=decode_part
-            )
-            request = peer_pb2.FetchRequest(key=key, part_bytes=SLOW_PART_BYTES if is_slow else 0)
-            call = fetch(request, timeout=left_s)
-        except ValueError as error:  # dropped in this moment
-            raise ConnectionError(f"piece {key} of {peer}: {error}") from error
-        except RuntimeError as error:  # no thread is left
-            self._was_short = True
-            self._channels.abandon(peer, channel)
-            raise ConnectionError(f"piece {key} of {peer}: {error}") from error
-        try:
-            watched = self._stalls.watch(call, patience=SLOW_PATIENCE if is_slow else 1)
-        except RuntimeError as error:
-            call.cancel()
-            raise ConnectionError(f"piece {key} of {peer}: {error}") from error
-        try:
-            for part in call:
+            for part in parts:
                 watched.num_parts += 1
                 end = filled + len(part)
                 if end > len(room):
@@ -81,11 +62,32 @@ class GrpcByteSource:
             failed = False
         finally:
             self._stalls.unwatch(watched)
-            call.cancel()  # a reader that stops early must not leave the stream running
+            watched.call.cancel()  # a reader that stops early must not leave the stream running
         if failed:
             raise self._failure(peer, key, channel, watched)
         if not watched.has_paused:
             self._slow.discard(peer)
+
+    def _ask(self, channel: grpc.Channel, peer: str, key: str, left_s: float) -> tuple[Iterator[memoryview], Watched]:
+        """Begin to read. Raises ValueError when the channel is dropped in this moment, RuntimeError when no thread is left."""
+        is_slow = peer in self._slow
+        if self._was_short:
+            check_threads(1)  # gRPC would lose this channel, too
+            self._was_short = False
+        try:
+            fetch = channel.unary_stream(
+                FETCH, request_serializer=peer_pb2.FetchRequest.SerializeToString, response_deserializer=decode_part
+            )
+            call = fetch(peer_pb2.FetchRequest(key=key, part_bytes=SLOW_PART_BYTES if is_slow else 0), timeout=left_s)
+        except RuntimeError:
+            self._was_short = True
+            self._channels.abandon(peer, channel)
+            raise
+        try:
+            return call, self._stalls.watch(call, patience=SLOW_PATIENCE if is_slow else 1)
+        except RuntimeError:
+            call.cancel()
+            raise
 
     def _failure(self, peer: str, key: str, channel: grpc.Channel, watched: Watched) -> Exception:
         """What the end of a call means."""
