@@ -38,9 +38,8 @@ class Setbacks:
         self.tried: frozenset[str] = frozenset()  # addresses that failed it
         self.deaths = 0
         self.replays = 0  # but for what full workers passed on, which had nothing of it
-        self.refusals = 0  # but for those of full workers that did nothing for it, until all have been asked
-        self._num_full = 0  # of the latter
-        self._was_alone = False
+        self.refusals = 0  # times that a worker gave it back, but for ..
+        self._num_full = 0  # .. those that did nothing for it, until all have been asked
         self.last, self.worker = "", ""  # what the attempt before this one was lost to, and where
         self._blamed: dict[Key, float] = {}  # deaths, by workers that may come back
         self._blamed_attempt: int | None = None  # the last one
@@ -64,14 +63,17 @@ class Setbacks:
 
     def given_back(self, *, is_full: bool, alone: bool) -> None:
         """By a worker that lives; `is_full`: it did nothing for the request. `alone`: as all others have given it back."""
-        self._was_alone |= is_full and alone
-        self.refusals += not is_full or self.has_asked_all
-        self._num_full += is_full
+        if is_full and alone:
+            self._num_full = MOST_ASKED
+        if is_full and not self.has_asked_all:
+            self._num_full += 1
+        else:
+            self.refusals += 1
 
     @property
     def has_asked_all(self) -> bool:
         """Every worker there is, or as many as one asks that finds them full."""
-        return self._was_alone or self._num_full >= MOST_ASKED
+        return self._num_full >= MOST_ASKED
 
     def is_back(self, worker: Key) -> None:
         """That process did not die of anything."""
