@@ -31,7 +31,7 @@ from jdisagg.handoff.ladder import Ladder, PeersNow, is_final, is_unfit
 from jdisagg.handoff.messages import HandoffId, PrefillToDecode
 from jdisagg.handoff.overdue import forgive, no_piece, unanswered
 from jdisagg.handoff.recovery import Recovery
-from jdisagg.handoff.refetch import OUT_OF_TIME, cause_of, try_again
+from jdisagg.handoff.refetch import OUT_OF_TIME, cause_of, next_try
 
 
 class DecodeSide:
@@ -218,7 +218,7 @@ class DecodeSide:
             stream.line.failed(piece, reason)
         if (doubted := record.doubt_about(stream)) is not None:
             return self._doubts.on_failed(record, doubted, piece, reason, now_s)
-        if (actions := try_again(record, stream, piece, reason, now_s)) is None:
+        if (actions := next_try(record, stream, piece, reason, now_s)) is None:
             return self._recovery.lose(record, cause_of(piece, reason), now_s, no_kv=reason in OUT_OF_TIME)
         return actions
 

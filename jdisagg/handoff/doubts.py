@@ -16,7 +16,7 @@ from jdisagg.handoff.ladder import is_final, is_unfit
 from jdisagg.handoff.line import IncomingPiece
 from jdisagg.handoff.messages import PrefillToDecode
 from jdisagg.handoff.recovery import Recovery
-from jdisagg.handoff.refetch import OUT_OF_TIME, UNREACHABLE, go_on_over, want_again
+from jdisagg.handoff.refetch import OUT_OF_TIME, UNREACHABLE, go_on_over, new_key
 
 
 class Doubts:
@@ -63,7 +63,7 @@ class Doubts:
         if not doubted.no_kv:
             return []
         if backend in stream.broken:  # P had announced it before it knew that
-            return want_again(stream, piece, reason)
+            return new_key(stream, piece, reason)
         is_useless = reason in (UNREACHABLE, "connection") or (reason == "stalled" and stream.line.is_dead(backend))
         if is_useless and (other := stream.backend_beside(backend)) is not None:
             return [*go_on_over(other, record, stream, piece, reason), *stream.grant()]

@@ -3,11 +3,12 @@
     OPENING -> ACCEPTED -> TRANSFERRING -> COMPUTED
                    `--------------------------^        nothing was to be sent, or nothing yet
 
-A piece is announced, fetched, and settled (imported) or given up; a range that was given up may be announced again.
+A piece is announced, fetched, and settled (imported) or wanted anew: then its range is announced again, under another key.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -52,8 +53,8 @@ class InboundStream:
     stage: InboundStage = InboundStage.OPENING
     broken: set[str] = field(default_factory=set)  # those of them that failed this request
     pieces: dict[str, IncomingPiece] = field(default_factory=dict)
-    refetches: dict[tuple[int, int, int], int] = field(default_factory=dict)  # (group, begin, end) -> times
-    settled_bytes: int = 0  # announced pieces that D has imported or given up
+    refetches: Counter[tuple[int, int, int]] = field(default_factory=Counter)  # by (group, begin, end)
+    settled_bytes: int = 0  # announced pieces that D has imported or wants anew
     cached_tokens: int = 0  # prompt tokens P had in its prefix cache
     has_started: bool = False  # P computes the prompt, or has
     silent_s: float = 0.0  # nothing comes from P, for so much longer than it should; 0.0 = it is heard
@@ -80,14 +81,14 @@ class InboundStream:
         """The piece is in place."""
         ready = self._take_out(key)
         self.imported.of(ready.group).add(ready.begin, ready.end)
-        self.settled_bytes += ready.num_bytes
         return ready
 
-    def give_up(self, key: str) -> None:
-        """The piece will not be fetched under this key; its range may be announced again."""
-        ready = self._take_out(key)
+    def want_anew(self, ready: ChunkReady, reason: str, backend: str = "") -> DecodeAction:
+        """The piece is not fetched under its key: have P publish its range again."""
+        self._take_out(ready.key)
         self.announced.of(ready.group).remove(ready.begin, ready.end)
-        self.settled_bytes += ready.num_bytes
+        want = Want(begin=ready.begin, end=ready.end, reason=reason, group=ready.group, backend=backend)
+        return Send(self.handoff, want)
 
     def fetch(self, piece: IncomingPiece, deadline_s: float, now_s: float) -> Fetch:
         """Start (again) to fetch an announced piece, within the request's deadline."""
@@ -96,6 +97,7 @@ class InboundStream:
     def _take_out(self, key: str) -> ChunkReady:
         piece = self.pieces.pop(key)
         self.line.end(piece)
+        self.settled_bytes += piece.ready.num_bytes
         return piece.ready
 
     def close(self) -> list[DecodeAction]:
@@ -127,16 +129,8 @@ class InboundStream:
         """`failed` is no longer used: everything announced and not yet in place is to come over `backend`."""
         self.broken.add(failed)
         self.refetches.clear()
-        wants: list[DecodeAction] = [CancelFetch(self.handoff)]
-        for ready in [piece.ready for piece in self.pieces.values()]:
-            self.give_up(ready.key)
-            wants.append(self.want(ready, reason, backend))
-        return wants
-
-    def want(self, ready: ChunkReady, reason: str, backend: str = "") -> DecodeAction:
-        """Have P publish the range again."""
-        want = Want(begin=ready.begin, end=ready.end, reason=reason, group=ready.group, backend=backend)
-        return Send(self.handoff, want)
+        pieces = list(self.pieces.values())
+        return [CancelFetch(self.handoff), *(self.want_anew(piece.ready, reason, backend) for piece in pieces)]
 
     def grant(self) -> list[DecodeAction]:
         """Let P publish a window of bytes beyond what is settled here."""

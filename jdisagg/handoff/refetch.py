@@ -17,13 +17,13 @@ UNREACHABLE = "unreachable"  # reason of a fetch: its backend's port is shut
 OUT_OF_TIME = frozenset({"timeout", "slow", "stalled"})  # reasons of a fetch: the peer may be well, its KV does not come
 
 
-def try_again(
+def next_try(
     record: Inbound, stream: InboundStream, piece: IncomingPiece, reason: str, now_s: float
 ) -> list[DecodeAction] | None:
-    """The next try for a piece of the hand-off's own stream; None when there is none left."""
+    """For a piece of the hand-off's own stream, whichever of these it is; None when there is none left."""
     ready = piece.ready
     span = (ready.group, ready.begin, ready.end)
-    num_refetches = stream.refetches.get(span, 0)
+    num_refetches = stream.refetches[span]
     other = stream.backend_beside(ready.backend)
     is_dead = reason == "stalled" and stream.line.is_dead(ready.backend)
     is_shut = reason == UNREACHABLE  # before anything was sent: a moment of waiting was part of the try
@@ -33,23 +33,24 @@ def try_again(
     if num_refetches >= MAX_REFETCHES or (is_dead and ready.backend not in stream.broken):
         return None  # where it has moved on already, P had announced the piece before it knew that
     stream.progress_s = now_s
-    stream.refetches[span] = num_refetches + 1
-    actions: list[DecodeAction] = [record.note("refetch", stream, cause_of(piece, reason))]
+    stream.refetches[span] += 1
+    note = record.note("refetch", stream, cause_of(piece, reason))
     if num_refetches == 0 and reason != "unknown_key" and ready.backend not in stream.broken:
-        return [*actions, stream.fetch(piece, record.request.deadline_s, now_s)]
-    stream.give_up(ready.key)
-    return [*actions, *record.grant(), stream.want(ready, reason)]
+        return [note, stream.fetch(piece, record.request.deadline_s, now_s)]
+    want = stream.want_anew(ready, reason)
+    return [note, *record.grant(), want]
 
 
-def want_again(stream: InboundStream, piece: IncomingPiece, reason: str) -> list[DecodeAction]:
-    """A piece is to come under a new key, over what P publishes over now; nothing where it was wanted too often."""
+def new_key(stream: InboundStream, piece: IncomingPiece, reason: str) -> list[DecodeAction]:
+    """The third of these at once, for a piece of a stream that was set aside, over what P publishes over now; nothing where its
+    range was wanted too often."""
     ready = piece.ready
     span = (ready.group, ready.begin, ready.end)
-    if stream.refetches.get(span, 0) >= MAX_REFETCHES:
+    if stream.refetches[span] >= MAX_REFETCHES:
         return []
-    stream.refetches[span] = stream.refetches.get(span, 0) + 1
-    stream.give_up(ready.key)
-    return [*stream.grant(), stream.want(ready, reason)]
+    stream.refetches[span] += 1
+    want = stream.want_anew(ready, reason)
+    return [*stream.grant(), want]
 
 
 def go_on_over(other: str, record: Inbound, stream: InboundStream, piece: IncomingPiece, reason: str) -> list[DecodeAction]:
