@@ -100,7 +100,7 @@ class PrefillRole:
             case PublishFailed(handoff=handoff, key=key, reason=reason, backend=backend):
                 self._metrics.transfer.failures.labels(backend=backend, reason="publish").inc()
                 self._change_backend(message)
-                has_moved = not self._publishers.goes_over(handoff, backend)
+                has_moved = not self._publishers.is_on(handoff, backend)
                 self._execute(self._handoffs.on_publish_failed(handoff, key, reason, has_moved=has_moved), now_s)
             case _:
                 raise AssertionError(f"a prefill engine got {type(message).__name__}")
@@ -121,7 +121,7 @@ class PrefillRole:
 
     def _change_backend(self, failed: PublishFailed) -> None:
         """The hand-off goes on over the next backend that both sides have, if there is one."""
-        if other := self._publishers.give_up(failed.handoff, failed.backend):
+        if other := self._publishers.move_off(failed.handoff, failed.backend):
             self._metrics.fleet.recoveries.labels(rung="other_backend").inc()
             log.warning(
                 "request %s: recovering by other_backend; stage publishing [%d, %d) over %s: %s; going on over %s",

@@ -40,16 +40,16 @@ class PublisherSet:
         if route is not None and backend in self._publishers:
             self._routes[handoff] = [backend, *(name for name in route if name != backend)]
 
-    def give_up(self, handoff: HandoffId, backend: str) -> str | None:
-        """`backend` failed the hand-off: the one that takes over now, or None when nothing changes."""
+    def move_off(self, handoff: HandoffId, backend: str) -> str | None:
+        """`backend` failed the hand-off: the one it goes on over now, None where it has moved before, or has no other."""
         route = self._routes.get(handoff, [])
         if len(route) < 2 or route[0] != backend:
             return None
         del route[0]
         return route[0]
 
-    def goes_over(self, handoff: HandoffId, backend: str) -> bool:
-        """Whether the next piece of `handoff` would go over that one."""
+    def is_on(self, handoff: HandoffId, backend: str) -> bool:
+        """Whether the next piece of `handoff` would go over that backend."""
         return self._routes.get(handoff, [])[:1] == [backend]
 
     def publish(self, handoff: HandoffId, key: str, piece: Piece) -> None:

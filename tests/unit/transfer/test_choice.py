@@ -41,9 +41,9 @@ def test_a_backend_that_failed_a_handoff_is_left_and_one_asked_for_is_taken() ->
     chosen, networks = publishers([])
     chosen.open(H, ("one", "two"))
     chosen.open(H2, ("one", "two"))
-    assert chosen.give_up(H, "two") is None, "it is not in use"
-    assert chosen.give_up(H, "one") == "two"
-    assert chosen.give_up(H, "two") is None, "the last one stays"
+    assert chosen.move_off(H, "two") is None, "it is not in use"
+    assert chosen.move_off(H, "one") == "two"
+    assert chosen.move_off(H, "two") is None, "the last one stays"
     chosen.prefer(H2, "elsewhere")
     chosen.publish(H2, "b", piece(tokens(3)))
     chosen.prefer(H2, "two")
@@ -56,7 +56,7 @@ def test_a_backend_that_failed_a_handoff_is_left_and_one_asked_for_is_taken() ->
         chosen.discard(key)
     chosen.forget(H)
     chosen.forget(H)
-    assert chosen.give_up(H, "one") is None
+    assert chosen.move_off(H, "one") is None
 
 
 def test_a_piece_is_fetched_over_the_backend_it_names_and_an_unknown_one_fails_at_once() -> None:
