@@ -23,7 +23,7 @@ from jdisagg.api.http.forced_calls import with_forced
 from jdisagg.api.http.messages import render_prompt
 from jdisagg.api.http.parameters import LENGTH, ResponseOptions, admit, read_options, read_request, read_sampling
 from jdisagg.api.http.request_id import request_id_of
-from jdisagg.api.http.shapes import chat_logprobs, provenance_object
+from jdisagg.api.http.shapes import chat_logprobs, envelope
 from jdisagg.api.http.unserved import CHAT_FIELDS, refuse_unserved
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import MAX_LOGPROBS
@@ -90,8 +90,8 @@ class _Answer:
         self._readers = [make_reader() for _ in job.requests]  # one per choice
         self._nothing = self._readers[0].nothing
         self._is_text = isinstance(self._readers[0], TextReader)
-        self._created = int(time.time())
-        self._card = edge.card  # a router looks through its fleet for it
+        card = edge.card  # a router looks through its fleet for it
+        self._envelope = partial(envelope, request_id=job.request_id, created=int(time.time()), card=card)
 
     def whole(self, transcript: Transcript) -> dict[str, Any]:
         """The response of a request that does not stream."""
@@ -164,25 +164,13 @@ class _Answer:
         nothing = {"content": ""} if self._is_text else {}  # guidellm reads the content of each chunk of a text
         event = self._chunk(delta, nothing, finish=self._readers[delta.index].finish_reason(delta.finish))
         event["choices"][0]["stop_reason"] = delta.stop
-        if self._options.provenance and not self._options.include_usage and transcript.is_finished:
-            event["jdisagg"] = provenance_object(transcript)
-        return event
+        return self._options.with_origin(event, transcript)
 
     def _chunk(
         self, delta: Delta, shown: dict[str, Any], *, logprobs: dict[str, Any] | None = None, finish: str | None = None
     ) -> dict[str, Any]:
         choice = {"index": delta.index, "delta": shown, "logprobs": logprobs, "finish_reason": finish}
         return self._envelope("chat.completion.chunk", [choice], delta.fingerprint)
-
-    def _envelope(self, kind: str, choices: list[dict[str, Any]], fingerprint: str | None) -> dict[str, Any]:
-        return {
-            "id": self._job.request_id,
-            "object": kind,
-            "created": self._created,
-            "model": self._card.name,
-            "system_fingerprint": fingerprint or self._card.fingerprint,
-            "choices": choices,
-        }
 
     def _logprobs(self, tokens: list[ScoredToken] | tuple[ScoredToken, ...]) -> dict[str, Any] | None:
         return None if self._num_top is None else chat_logprobs(self._edge.tokenizer, tokens, self._num_top)

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -27,7 +28,7 @@ from jdisagg.api.http.parameters import (
     read_sampling,
 )
 from jdisagg.api.http.request_id import request_id_of
-from jdisagg.api.http.shapes import completion_logprobs, prompt_logprobs, provenance_object
+from jdisagg.api.http.shapes import completion_logprobs, envelope, prompt_logprobs
 from jdisagg.api.http.unserved import COMPLETION_FIELDS, refuse_unserved
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import SamplingParams
@@ -82,14 +83,14 @@ class _Answer:
         self._options = options
         self._num_top = num_top
         self._num_prompt_top = num_prompt_top
-        self._created = int(time.time())
-        self._card = edge.card  # a router looks through its fleet for it
+        card = edge.card  # a router looks through its fleet for it
+        self._envelope = partial(envelope, "text_completion", request_id=job.request_id, created=int(time.time()), card=card)
         self._begun: set[int] = set()  # choices of which a chunk was written
 
     def whole(self, transcript: Transcript) -> dict[str, Any]:
         """The response of a request that does not stream."""
         choices = [self._choice(choice, shows_prompt=True) for choice in transcript.choices]
-        return self._options.with_totals(self._envelope(choices, transcript), transcript)
+        return self._options.with_totals(self._envelope(choices, transcript.fingerprint), transcript)
 
     async def events(self) -> AsyncGenerator[Event]:
         """The chunks of a request that streams; the first one of each choice has its prompt's tokens, if they are wanted."""
@@ -107,7 +108,7 @@ class _Answer:
                 elif event := self._chunk(delta, transcript):
                     yield event
         if self._options.include_usage:
-            yield self._options.with_totals(self._envelope([], transcript), transcript)
+            yield self._options.with_totals(self._envelope([], transcript.fingerprint), transcript)
 
     def _chunk(self, delta: Delta, transcript: Transcript) -> dict[str, Any] | None:
         shows_tokens = self._options.return_token_ids and delta.token_ids
@@ -116,21 +117,10 @@ class _Answer:
         return self._event(delta, transcript)
 
     def _event(self, delta: Delta, transcript: Transcript) -> dict[str, Any]:
-        event = self._envelope([self._choice(delta, shows_prompt=delta.index not in self._begun)], transcript)
+        choice = self._choice(delta, shows_prompt=delta.index not in self._begun)
+        event = self._envelope([choice], transcript.fingerprint)
         self._begun.add(delta.index)
-        if self._options.provenance and not self._options.include_usage and transcript.is_finished:
-            event["jdisagg"] = provenance_object(transcript)
-        return self._options.with_usage(event, transcript)
-
-    def _envelope(self, choices: list[dict[str, Any]], transcript: Transcript) -> dict[str, Any]:
-        return {
-            "id": self._job.request_id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self._card.name,
-            "system_fingerprint": transcript.fingerprint or self._card.fingerprint,
-            "choices": choices,
-        }
+        return self._options.with_usage(self._options.with_origin(event, transcript), transcript)
 
     def _choice(self, choice: ChoiceResult | Delta, *, shows_prompt: bool) -> dict[str, Any]:
         shown: dict[str, Any] = {

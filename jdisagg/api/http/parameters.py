@@ -49,6 +49,12 @@ class ResponseOptions:
             chunk["usage"] = None
         return chunk
 
+    def with_origin(self, chunk: dict[str, Any], transcript: Transcript) -> dict[str, Any]:
+        """A chunk, with where the KV came from if it is the last one."""
+        if self.provenance and not self.include_usage and transcript.is_finished:
+            chunk["jdisagg"] = provenance_object(transcript)
+        return chunk
+
     def with_totals(self, answer: dict[str, Any], transcript: Transcript) -> dict[str, Any]:
         """A whole answer, or the chunk that ends one."""
         answer["usage"] = usage_object(transcript.usage)

@@ -8,7 +8,22 @@ from typing import Any
 from uuid import uuid4
 
 from jdisagg.api.generation.choice import ScoredToken, Transcript, Usage
+from jdisagg.core.fleet import ModelCard
 from jdisagg.text.tokenizer import Tokenizer
+
+
+def envelope(
+    kind: str, choices: list[dict[str, Any]], fingerprint: str | None, *, request_id: str, created: int, card: ModelCard
+) -> dict[str, Any]:
+    """A response or chunk. `fingerprint`: of who answers; None = it is not known yet."""
+    return {
+        "id": request_id,
+        "object": kind,
+        "created": created,
+        "model": card.name,
+        "system_fingerprint": fingerprint or card.fingerprint,
+        "choices": choices,
+    }
 
 
 def provenance_object(transcript: Transcript) -> dict[str, Any]:
