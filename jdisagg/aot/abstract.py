@@ -44,6 +44,10 @@ class ModelForm:
         """Of the whole model, each once."""
         return sum(math.prod(declared.shape) for declared in declarations(self.spec).values())
 
+    def params(self, mesh: Mesh) -> dict[str, Any]:
+        """Shapes and shardings of its weights on `mesh`."""
+        return abstract_params(self.spec, mesh, self.dtype, self.layer_loop)
+
     def layout(self, mesh: Mesh, page_size: int) -> KVLayout:
         """How its KV lies on `mesh`. Raises ConfigError as `choose_layout` does."""
         return choose_layout(self.spec.kv_spec(self.kv_dtype), mesh, page_size)
@@ -65,8 +69,8 @@ class AbstractEngine:
 
     @cached_property
     def params(self) -> dict[str, Any]:
-        """Shapes and shardings of the weights."""
-        return abstract_params(self.form.spec, self.mesh, self.form.dtype, self.form.layer_loop)
+        """Of the weights."""
+        return self.form.params(self.mesh)
 
     @cached_property
     def kv(self) -> KVGroup:

@@ -21,7 +21,7 @@ from jdisagg.engine.sizing import (
     takes_share,
 )
 from jdisagg.kv.pool import MIN_PAGES
-from jdisagg.models.abstract import abstract_params, bytes_per_device
+from jdisagg.models.abstract import bytes_per_device
 from jdisagg.models.limits import check_model
 from jdisagg.sched.intake import Limits, check_config
 
@@ -71,7 +71,7 @@ def make_budget(
     mesh = planned_mesh(accelerator.platform, engine.tp)
     layout = form.layout(mesh, config.cache.page_size)
     limit = accelerator.limit_bytes()
-    weights = bytes_per_device(abstract_params(form.spec, mesh, form.dtype, form.layer_loop))
+    weights = bytes_per_device(form.params(mesh))
     memory = None if limit is None else [DeviceMemory(limit_bytes=limit, in_use_bytes=weights)] * engine.tp
     sizes, problem = None, None
     try:

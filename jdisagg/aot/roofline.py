@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from jax.sharding import Mesh
 
@@ -21,7 +20,7 @@ from jdisagg.engine.buckets import EXACT_ROWS
 from jdisagg.engine.runner import RunnerShape
 from jdisagg.kv.layout import KVLayout
 from jdisagg.kv.spec import ITEM_BYTES
-from jdisagg.models.abstract import abstract_params, bytes_per_device
+from jdisagg.models.abstract import bytes_per_device
 
 _BATCHES = (8, 32, 128)
 _CONTEXTS = (1024, 8192)
@@ -113,14 +112,11 @@ class Roofline:
         return dense + 4.0 * keys * spec.attention.num_heads * spec.attention.head_dim / tp
 
     @cached_property
-    def _params(self) -> dict[str, Any]:
-        return abstract_params(self.form.spec, self.mesh, self.form.dtype, self.form.layer_loop)
-
-    @property
     def _read_weights(self) -> float:
         """Bytes on one device of all weights but an embedding of which a step only looks up rows."""
-        looked_up = 0 if self.form.spec.tied else bytes_per_device(self._params["embed_tokens"])
-        return bytes_per_device(self._params) - looked_up
+        params = self.form.params(self.mesh)
+        looked_up = 0 if self.form.spec.tied else bytes_per_device(params["embed_tokens"])
+        return bytes_per_device(params) - looked_up
 
 
 def workloads(budget: Budget, runner: RunnerShape, slots: int) -> list[Workload]:
