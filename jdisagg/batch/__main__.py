@@ -21,8 +21,8 @@ from jdisagg.batch.finished import (
     answered_by,
     check_unpublished,
     end_former_run,
-    has_failed_lines,
     has_lines_to_mend,
+    has_lines_to_retry,
     keep_answers,
 )
 from jdisagg.batch.journal import Journal, check_journal
@@ -52,7 +52,7 @@ def main(argv: Sequence[str], *, tidy: Callable[[], object] = lambda: None, what
     try:
         command = parse_command(argv)
         again = command.retry_failed
-        if check_unpublished(command.batch, retry_failed=again) or (again and has_failed_lines(command.batch.output)):
+        if check_unpublished(command.batch, retry_failed=again) or (again and has_lines_to_retry(command.batch.output)):
             asyncio.run(_run(command, tidy, interrupted))
         else:
             asyncio.run(_check_finished(command))
@@ -85,7 +85,7 @@ async def _check_finished(command: Command) -> None:
         _check_model(command, had, now)
     of = "" if had is None else f" by {_told(had)}"
     hint = ""
-    if has_failed_lines(command.batch.output):
+    if has_lines_to_retry(command.batch.output):
         hint = "; --retry-failed asks again for what failed"
     elif has_lines_to_mend(command.batch.output):
         hint = "; what failed is no request: mend it in the input, and --retry-failed asks for those lines alone"

@@ -63,13 +63,13 @@ def answered_by(output: Path) -> Served | None:
     return None if named is None else Served(named["model"], weights_of(named))
 
 
-def has_failed_lines(output: Path) -> bool:
-    """Whether another run may answer more of this finished output."""
+def has_lines_to_retry(output: Path) -> bool:
+    """Whether asking again may answer more of this finished output."""
     return any(line is not None and not stays(line) for line in _lines(output))
 
 
 def has_lines_to_mend(output: Path) -> bool:
-    """Whether lines failed in this finished output."""
+    """Whether lines failed in this finished output; of one that has none to retry: they are no requests."""
     return any(line is not None and not is_answered(line) for line in _lines(output))
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jdisagg.batch.finished import answered_by, has_failed_lines, keep_answers
+from jdisagg.batch.finished import answered_by, has_lines_to_retry, keep_answers
 from jdisagg.batch.journal import Journal
 from jdisagg.batch.lines import BadLine, Call
 from jdisagg.batch.results import answer_line, bad_answer_line, error_line, is_output_line, stays
@@ -95,7 +95,7 @@ def test_a_line_without_an_answer_has_the_name_of_its_request() -> None:
 )
 def test_what_another_try_cannot_change_is_not_asked_again(tmp_path: Path, line: dict[str, Any], kept: bool) -> None:
     assert stays(line) == kept
-    assert has_failed_lines(written(tmp_path, [ANSWERED, line, 5])) != kept
+    assert has_lines_to_retry(written(tmp_path, [ANSWERED, line, 5])) != kept
 
 
 @pytest.mark.parametrize("value", [None, [], "response", {}, {"response": 5}, {"response": {}}])
