@@ -16,23 +16,20 @@ class PrefillDirectory:
     def __init__(self, static: tuple[str, ...]) -> None:
         self.static = static
         self.told: tuple[str, ...] = ()
-        self._by_router: dict[str, tuple[str, ...]] = {}
-        self._heard_s: dict[str, float] = {}
+        self._by_router: dict[str, tuple[tuple[str, ...], float]] = {}  # what it told last, and when
 
     def learn(self, router: str, peers: tuple[str, ...], failures: Mapping[str, str], now_s: float) -> None:
         """What the router has now, best first. It counts until that router says something else: the workers of a router that
         went away are still there, or were; they come behind those of routers that have spoken since. Those of one that has said
         nothing for SILENT_S, and that cannot be used (`failures`: why, "" = they can), are taken for gone with it. Of a router
         without any nothing is kept: where they come and go behind one name, each has a new address."""
-        self._heard_s[router] = now_s
-        said = {router: peers} | {
-            other: tuple(peer for peer in told if now_s - self._heard_s[other] < SILENT_S or not failures.get(peer))
-            for other, told in self._by_router.items()
-            if other != router
-        }
-        self._by_router = {one: told for one, told in said.items() if told}
-        self._heard_s = {one: self._heard_s[one] for one in self._by_router}
-        self.told = tuple(dict.fromkeys(peer for told in self._by_router.values() for peer in told))
+        said = {router: (peers, now_s)}
+        for other, (told, heard_s) in self._by_router.items():
+            if other != router:
+                kept = tuple(peer for peer in told if now_s - heard_s < SILENT_S or not failures.get(peer))
+                said[other] = kept, heard_s
+        self._by_router = {one: (told, heard_s) for one, (told, heard_s) in said.items() if told}
+        self.told = tuple(dict.fromkeys(peer for told, _ in self._by_router.values() for peer in told))
 
     def candidates(self, is_shunned: Callable[[str], bool]) -> tuple[str, ...]:
         """For one request, in order of preference. Of those that routers tell of, it may try a few, and none that is shunned

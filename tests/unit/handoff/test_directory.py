@@ -63,8 +63,7 @@ def test_of_routers_that_have_nothing_to_say_any_more_nothing_is_kept() -> None:
         directory.learn(f"10.0.0.{number}:1", (), {}, float(number))
     directory.learn("gone:1", ("dead:1",), {}, 100.0)
     directory.learn("r:2", ("p:2",), {"dead:1": "gone"}, 100.0 + SILENT_S)
-    assert directory._by_router == {"r:2": ("p:2",)}
-    assert directory._heard_s == {"r:2": 100.0 + SILENT_S}
+    assert directory._by_router == {"r:2": (("p:2",), 100.0 + SILENT_S)}
     directory.learn("10.0.0.7:1", ("p:3",), {}, 200.0)
     assert best(directory) == ("p:3", "p:2"), "it is there again"
 
