@@ -39,21 +39,19 @@ class WeightSums:
 
     def __init__(self) -> None:
         self._checksum = jax.jit(_checksums, static_argnums=1)
-        self._sums: dict[str, jax.Array] = {}
-        self._groups: dict[str, str] = {}
+        self._sums: dict[tuple[str, str], jax.Array] = {}  # by name and group
         self.dtypes: set[str] = set()
 
     def add(self, path: Path, declared: Declared, leaf: jax.Array) -> None:
         """Sum one parameter; of a single layer, not stacked."""
         name = f"{declared.name} {leaf.dtype} {leaf.shape}"
-        self._sums[name] = self._checksum(leaf, leaf.sharding)
-        self._groups[name] = _WEIGHTS.get(str(path[0]), "weights.head")
+        self._sums[name, _WEIGHTS.get(str(path[0]), "weights.head")] = self._checksum(leaf, leaf.sharding)
         self.dtypes.add(str(leaf.dtype))
 
     def lines(self) -> Iterator[tuple[str, bytes]]:
         """Group and sum of each parameter, in one order for all checkpoints. Waits for the devices."""
-        for name, value in sorted(jax.device_get(self._sums).items()):
-            yield self._groups[name], f"{name} {np.sum(value, axis=0, dtype=np.uint32).tolist()}".encode()
+        for (name, group), value in sorted(jax.device_get(self._sums).items()):
+            yield group, f"{name} {np.sum(value, axis=0, dtype=np.uint32).tolist()}".encode()
 
 
 def fingerprint(spec: ModelSpec, sums: WeightSums, *, numerics: str) -> Fingerprint:
