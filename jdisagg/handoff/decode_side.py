@@ -114,7 +114,7 @@ class DecodeSide:
             return []  # a heartbeat is no progress
         stream.progress_s = now_s
         ahead = record.doubted is not None and record.doubted.is_behind(message)
-        moved = self._recovery.move(record, now_s) if ahead else []
+        moved = self._recovery.move_on(record, now_s) if ahead else []
         return moved + self._on_stream(record, stream, message, now_s)
 
     def _on_stream(self, record: Inbound, stream: InboundStream, message: PrefillToDecode, now_s: float) -> list[DecodeAction]:

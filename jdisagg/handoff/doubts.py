@@ -33,24 +33,24 @@ class Doubts:
         """What follows, and whether the stream is the request's own again, so that the message is to be taken as such."""
         match message:
             case msg.StreamEnded(reason=reason, error=error):
-                return self._recovery.move(record, now_s, reason if error is None else f"{reason}: {error}", error), False
+                return self._recovery.move_on(record, now_s, reason if error is None else f"{reason}: {error}", error), False
             case msg.Awake() if not doubted.no_kv:
-                return self._recovery.trust(record, now_s), False
+                return self._recovery.go_back(record, now_s), False
             case msg.Quiet() | msg.Awake():
                 return [], False
             case msg.ChunkReady() if doubted.no_kv:
                 return self._on_chunk(record, doubted, message, now_s), False
             case msg.Refused(error=error) | msg.Done(first=Output(error=RequestError() as error)) if is_unfit(error):
-                return self._recovery.move(record, now_s, f"refused: {error}", error), False
+                return self._recovery.move_on(record, now_s, f"refused: {error}", error), False
             case msg.Refused(error=error) if not is_final(error):
-                return self._recovery.move(record, now_s), False
+                return self._recovery.move_on(record, now_s), False
             case _:
-                return self._recovery.trust(record, now_s), True
+                return self._recovery.go_back(record, now_s), True
 
     def on_arrived(self, record: Inbound, doubted: Doubted, now_s: float) -> list[DecodeAction]:
         """A piece of it is in place."""
         if record.is_covered_by_doubted:
-            return self._recovery.trust(record, now_s)
+            return self._recovery.go_back(record, now_s)
         return doubted.stream.grant() if doubted.no_kv else []
 
     def on_failed(
@@ -74,5 +74,5 @@ class Doubts:
         if ready.key in stream.pieces:
             return []
         if complaint := record.complaint(stream, ready, self._chunk_tokens):
-            return self._recovery.move(record, now_s, f"protocol: {complaint}")
+            return self._recovery.move_on(record, now_s, f"protocol: {complaint}")
         return [stream.fetch(stream.announce(ready), record.request.deadline_s, now_s)]

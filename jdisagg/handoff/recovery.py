@@ -159,11 +159,8 @@ class Recovery:
             return []
         return self.lose(record, f"no KV came for {late_s:.3g} s", now_s, no_kv=True)
 
-    def trust(self, record: Inbound, now_s: float) -> list[DecodeAction]:
+    def go_back(self, record: Inbound, now_s: float, outcome: str = "returned") -> list[DecodeAction]:
         """The doubted stream is gone on with, from where it was; the hedge is dropped."""
-        return self._go_back(record, "returned", now_s)
-
-    def _go_back(self, record: Inbound, outcome: str, now_s: float) -> list[DecodeAction]:
         hedge, doubted = record.stream, record.go_back()
         assert hedge is not None
         stream = doubted.stream
@@ -177,7 +174,7 @@ class Recovery:
             actions.append(act.PeerReady(request_id))
         return [*actions, *record.ask(now_s)]
 
-    def move(self, record: Inbound, now_s: float, end: str = "", error: RequestError | None = None) -> list[DecodeAction]:
+    def move_on(self, record: Inbound, now_s: float, end: str = "", error: RequestError | None = None) -> list[DecodeAction]:
         """The doubted stream is given up for the hedge; `end`: why it ended, and the `error` its peer sent with that, else it
         may be asked again, should all fail."""
         doubted, hedge, record.doubted = record.doubted, record.stream, None
@@ -205,7 +202,7 @@ class Recovery:
         peer = record.ladder.next_peer(but=doubted.stream.peer)
         if peer is None:
             record.ladder.ask_all_again()  # should the quiet one fall quiet again
-            return self._go_back(record, "refused", now_s)
+            return self.go_back(record, now_s, "refused")
         return [*hedge.close(), *self._open(record, peer, now_s)]
 
     def fail(self, record: Inbound, error: RequestError) -> list[DecodeAction]:
