@@ -73,12 +73,7 @@ class Replays:
         passes_on = is_full and flight.is_untouched  # nothing was lost, and a busy fleet refuses many: overload, not recovery
         level = logging.DEBUG if passes_on else logging.INFO if is_full else logging.WARNING
         told = (flight.request.request_id, stage, where, lost.error.message)
-        if not passes_on:
-            flight.setbacks.begin(now_s)
-        flight.setbacks.last, flight.setbacks.worker = lost.error.message, worker
-        flight.setbacks.deaths += lost.death
-        if not lost.death:
-            flight.setbacks.given_back(is_full=passes_on, alone=alone)
+        flight.setbacks.add(lost, worker, now_s, is_full=passes_on, alone=alone)
         try:
             self._check(flight, lost, num_live=num_live, now_s=now_s)
         except RequestError as verdict:

@@ -36,10 +36,11 @@ class Setbacks:
 
     def __init__(self) -> None:
         self.tried: frozenset[str] = frozenset()  # addresses that failed it
+        # each attempt that was lost counts in one of three:
         self.deaths = 0
+        self._num_full = 0  # it was given back by one that did nothing for it, until all have been asked
+        self.refusals = 0  # it was given back
         self.replays = 0  # but for what full workers passed on, which had nothing of it
-        self.refusals = 0  # times that a worker gave it back, but for ..
-        self._num_full = 0  # .. those that did nothing for it, until all have been asked
         self.last, self.worker = "", ""  # what the attempt before this one was lost to, and where
         self._blamed: dict[Key, float] = {}  # deaths, by workers that may come back
         self._blamed_attempt: int | None = None  # the last one
@@ -61,14 +62,19 @@ class Setbacks:
         if lost.worker is not None:
             self._blamed[lost.worker] = SILENCE if lost.reason in (SILENT, EVICTED) else 1.0
 
-    def given_back(self, *, is_full: bool, alone: bool) -> None:
-        """By a worker that lives; `is_full`: it did nothing for the request. `alone`: as all others have given it back."""
-        if is_full and alone:
-            self._num_full = MOST_ASKED
-        if is_full and not self.has_asked_all:
+    def add(self, lost: Lost, worker: str, now_s: float, *, is_full: bool, alone: bool) -> None:
+        """An attempt was lost there. `is_full`: the worker did nothing for it. `alone`: all others have lost it, too."""
+        if not is_full:
+            self.begin(now_s)
+        self.last, self.worker = lost.error.message, worker
+        if lost.death:
+            self.deaths += 1
+        elif is_full and not (alone or self.has_asked_all):
             self._num_full += 1
         else:
             self.refusals += 1
+            if is_full:
+                self._num_full = MOST_ASKED
 
     @property
     def has_asked_all(self) -> bool:
