@@ -50,7 +50,7 @@ def size_engine(
     is wanted. Raises ConfigError naming the flag when sizes contradict each other or do not fit.
     """
     scheduler, wanted_len = config.scheduler, config.model.max_model_len
-    longest = wanted_len or spec.max_model_len
+    longest = _longest(spec, config)
     num_pages = _num_pages(layout, config, longest, kept_bytes(spec, layout, config, role), memory)
     max_model_len = min(longest, (num_pages - 1) * layout.page_size)
     needed = pages_for(longest, layout.page_size)
@@ -74,6 +74,20 @@ def size_engine(
         prefill_tokens=max((bucket.num_tokens for bucket in runner.prefill), default=0),
     )
     return EngineSizes(num_pages=num_pages, device=device, runner=runner)
+
+
+def _longest(spec: ModelSpec, config: Config) -> int:
+    """The context that is wanted. A step reads all of a sequence's KV, so what one may read bounds it, too."""
+    wanted, reads = config.model.max_model_len, config.scheduler.max_num_kv_read_tokens
+    longest = wanted or spec.max_model_len
+    if not LEAST_MODEL_LEN <= reads < longest:  # 0 is no bound; fewer than that the scheduler refuses
+        return longest
+    if wanted is not None:
+        raise ConfigError(
+            f"--max-model-len: got {wanted}, and a step reads {reads} tokens of KV at most; lower it to {reads}, or give "
+            f"--max-num-kv-read-tokens {wanted} or more"
+        )
+    return reads
 
 
 def runner_shape(config: Config, role: Role, max_model_len: int, layout: KVLayout) -> RunnerShape:

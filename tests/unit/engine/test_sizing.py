@@ -88,3 +88,15 @@ def test_a_cache_that_every_step_copies_is_as_small_as_on_a_cpu() -> None:
     assert tpu.is_turned
     sizes = size_engine(loaded.spec, tpu, CONFIG, Role.UNIFIED, lambda: [DeviceMemory(limit_bytes=2**34, in_use_bytes=0)])
     assert sizes.num_pages == 2 * 4 * (64 // 4) + 1
+
+
+def test_a_context_is_no_longer_than_what_one_step_may_read() -> None:
+    """Else every request that names no max_tokens, and so may have all of it, were refused as one that could never run."""
+    loaded, mesh = load("float32", 1)
+    layout = choose_layout(loaded.spec.kv_spec(loaded.kv_dtype), mesh, CONFIG.cache.page_size)
+    cache = replace(CONFIG.cache, num_pages=200)
+    own = replace(CONFIG, cache=cache, model=ModelConfig(), scheduler=replace(CONFIG.scheduler, max_num_kv_read_tokens=40))
+    assert size_engine(loaded.spec, layout, own, Role.UNIFIED, lambda: None).runner.max_model_len == 40
+    said = r"--max-model-len: got 64, .* reads 40 .*; lower it to 40, or give --max-num-kv-read-tokens 64 or more"
+    with pytest.raises(ConfigError, match=said):
+        size_engine(loaded.spec, layout, replace(own, model=ModelConfig(max_model_len=64)), Role.UNIFIED, lambda: None)
