@@ -77,6 +77,11 @@ class LocalEngine:
         return self._thread.ticks
 
     @property
+    def is_over(self) -> bool:
+        """The engine has raised, and its process is about to end."""
+        return self._thread.is_over
+
+    @property
     def load(self) -> Load:
         """How busy the engine is, as of its last tick."""
         return self._thread.loop.load
@@ -155,16 +160,18 @@ class LocalEngine:
         return {**own, "helpers": helpers} if helpers else own
 
     async def drain(self, deadline_s: float) -> int:
-        """Admit nothing more; wait for what runs, and for what was posted before. Returns the number still unfinished at
-        `deadline_s`, at least 1 when the engine has not even looked."""
+        """Admit nothing more; wait for what runs, for what was posted before, and until clients have the last of it. Returns the
+        number still unfinished at `deadline_s`, at least 1 when the engine has not even looked."""
         self._draining = True
         begun = self._thread.loop.inbox.call(self._thread.loop.start_draining)  # behind requests that it has not looked at
         look_until_s = monotonic() + LOOK_S
         while not begun.done() and monotonic() < look_until_s:
             await asyncio.sleep(0.005)
-        while (self._thread.loop.num_unfinished or not begun.done()) and monotonic() < deadline_s:
+        loop, delivered = self._thread.loop, not self._mailboxes
+        while (loop.num_unfinished or not begun.done() or not delivered) and monotonic() < deadline_s:
             await asyncio.sleep(0.05)
-        return self._thread.loop.num_unfinished or int(not begun.done())
+            delivered = not self._mailboxes
+        return loop.num_unfinished or int(not begun.done()) or len(self._mailboxes)
 
     def close(self) -> None:
         """Requests of its own edges that still run end with an error; those of a router end with its stream."""

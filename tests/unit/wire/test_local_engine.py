@@ -101,6 +101,26 @@ def test_a_drain_waits_for_a_request_that_the_engine_has_not_looked_at_yet() -> 
     checked(body)
 
 
+def test_a_drain_waits_until_the_last_output_has_come_to_its_client() -> None:
+    """The engine has ended the request, and the loop has not turned since: who shuts down then takes its end from it."""
+
+    async def body() -> None:
+        async with working() as worker:
+            held: list[Output] = []
+            cross, worker.local._sink = worker.local._sink, held.extend
+            asked = asyncio.create_task(everything(worker, "r"))
+            await until(lambda: held and held[-1].finish is not None)
+            drained = asyncio.create_task(worker.local.drain(monotonic() + 10.0))
+            assert await worker.local.drain(monotonic() + 0.2) == 1
+            assert not drained.done()
+            cross(held)
+            assert await drained == 0
+            worker.local.close()
+            assert (await asked)[-1].finish is FinishReason.LENGTH
+
+    checked(body)
+
+
 def test_outputs_of_one_tick_cross_to_the_loop_together() -> None:
     async def body() -> None:
         async with working() as worker:
