@@ -60,6 +60,11 @@ class EngineThread:
         silent_s = now_s - self._tick_ended_s
         return f"no tick has ended for {silent_s:.1f} s" if silent_s > STALLED_AFTER_S else ""
 
+    @property
+    def is_over(self) -> bool:
+        """It has raised: nothing that it has or is given goes on here."""
+        return self._crash is not None
+
     def step_running_s(self, now_s: float) -> float:
         """Seconds the current tick has been running; 0 between ticks."""
         began_s = self._tick_began_s

@@ -5,6 +5,9 @@
                                     <-    RunResponse(outputs, load): everything of the ticks since the last one
     Heartbeat                      <->    every heartbeat_s; the worker's carries the engine's tick counter, for older routers
 
+When an engine raises, the stream breaks without a word of what it was told last: to routers that is a worker that died, of
+which a request may be the cause, and not one that gives its requests back.
+
 When the stream ends, by any cause, every request that came on it and is not finished is cancelled. A router that says nothing
 is waited for: nobody else can go on with its requests, and where it or its network only paused nothing is lost. One that opens
 another stream has given up the first. One that means another process, since that advertises an address which leads here, is
@@ -68,6 +71,11 @@ class WorkerEngine(Protocol):
         """Finished ticks."""
         ...
 
+    @property
+    def is_over(self) -> bool:
+        """It has raised: its process is about to end, and no request goes on."""
+        ...
+
 
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     """Add it to a grpc.aio server with `add_WorkerServiceServicer_to_server`."""
@@ -121,6 +129,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             await cancel_and_wait(read, write, beat)
         if run.is_meant is False:
             end_call(context, grpc.StatusCode.FAILED_PRECONDITION, f"this is {self._worker}, and another process is meant")
+        if self._engine.is_over:
+            end_call(context, grpc.StatusCode.UNAVAILABLE, "its engine has stopped; see its log")
         for task in done & {read, write, beat}:
             error = task.exception()
             if error is not None and not isinstance(error, grpc.aio.BaseError):
@@ -185,12 +195,14 @@ class _RunStream:
 
     async def write(self, context: grpc.aio.ServicerContext) -> None:
         """Once the router has spoken, one message per wake-up with everything there is, or several; while one waits to be
-        taken, the next gathers. Raises once outputs were lost on their way here."""
+        taken, the next gathers. Ends with the engine; raises once outputs were lost on their way here."""
         while True:
             await self._wake.wait()
             self._wake.clear()
             if not self.is_meant:
                 continue
+            if self._engine.is_over:
+                return
             self._encoded.check()
             outputs = self._outputs.fill()
             if self._outputs:

@@ -64,6 +64,7 @@ def test_a_step_that_raises_tells_every_client_and_the_process(running: Running,
     running.submit("b")
     until(lambda: running.crashes, "the crash is reported")
     assert "the device is gone" in str(running.crashes[0])
+    assert running.thread.is_over
     assert sorted(output.request_id for output in running.outputs) == ["a", "b"]
     assert all(output.finish is FinishReason.ERROR for output in running.outputs)
     assert all(isinstance(output.error, Unavailable) for output in running.outputs)

@@ -8,7 +8,7 @@ from typing import Any
 from jdisagg.api.fleet.client import FleetClient
 from jdisagg.api.worker.service import WorkerService
 from jdisagg.core.config import TransferConfig
-from jdisagg.core.errors import RequestError
+from jdisagg.core.errors import RequestError, Unavailable
 from jdisagg.core.fleet import Load, Report
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance, Role
@@ -39,6 +39,8 @@ class ArithmeticEngine:
     def __init__(self) -> None:
         self.ticks = 0
         self.frozen = False
+        self.is_over = False
+        self.poison: int | None = None  # a first token at which it raises
         self.refuse: RequestError | None = None
         self.refusals: list[RequestError] = []  # each is used once; may be shared
         self.live: dict[str, tuple[EngineRequest, OutputSink, list[int]]] = {}
@@ -54,6 +56,16 @@ class ArithmeticEngine:
         known = list(request.generated_token_ids)
         assert known == [token_at(request.prompt_token_ids, i) for i in range(len(known))], "replay carries the wrong tokens"
         self.live[request.request_id] = (request, sink, known)
+        if request.prompt_token_ids[0] == self.poison:
+            self.crash()
+
+    def crash(self) -> None:
+        """As one whose step raises: everybody gets an error, and the process has a moment left."""
+        self.frozen = self.is_over = True
+        gone = Unavailable("the engine stopped; send the request again")
+        for request, sink, _ in self.live.values():
+            sink([self._end(request, gone)])
+        self.live.clear()
 
     def say(self, output: Output) -> None:
         """Send an output that nothing asked for."""

@@ -204,3 +204,21 @@ def test_a_refused_request_ends_with_its_error_through_the_link():
         await worker.die()
 
     run_quiet(body())
+
+
+def test_a_worker_whose_engine_raises_breaks_its_streams_and_gives_nothing_back() -> None:
+    async def body() -> None:
+        worker = await FakeWorker(()).start()
+        client = Client(worker.address)
+        client.link.submit(request("r", sampling=SamplingParams(max_tokens=10_000)))
+        await until(lambda: client.outputs("r"))
+        worker.engine.crash()
+        await until(lambda: client.downs)
+        assert client.downs == ["UNAVAILABLE: its engine has stopped; see its log"]
+        assert all(output.error is None for output in client.outputs("r"))
+        again = Client(worker.address)
+        await until(lambda: again.downs)
+        assert again.ups == 0, "a router would take it for one that lives"
+        await worker.die()
+
+    run_quiet(body())
