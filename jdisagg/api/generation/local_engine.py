@@ -160,8 +160,8 @@ class LocalEngine:
         return {**own, "helpers": helpers} if helpers else own
 
     async def drain(self, deadline_s: float) -> int:
-        """Admit nothing more; wait for what runs, for what was posted before, and until clients have the last of it. Returns the
-        number still unfinished at `deadline_s`, at least 1 when the engine has not even looked."""
+        """Admit nothing more; wait for what runs, for what was posted before, and until clients have the last of it. Returns
+        the number still unfinished at `deadline_s`, at least 1 when the engine has not even looked."""
         self._draining = True
         begun = self._thread.loop.inbox.call(self._thread.loop.start_draining)  # behind requests that it has not looked at
         look_until_s = monotonic() + LOOK_S
