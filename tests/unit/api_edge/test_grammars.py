@@ -14,6 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import TextRequest
 from jdisagg.api.generation.sampling_bounds import MAX_GRAMMAR_BYTES
+from jdisagg.api.http import grammars
 from jdisagg.api.http.body import Body
 from jdisagg.api.http.grammars import read_grammar
 from jdisagg.core.errors import InvalidRequest
@@ -213,6 +214,17 @@ def test_a_schema_is_bounded_by_its_bytes_however_it_is_written(name: str) -> No
     for value in ({"const": text + "a"}, f'{{"const":"{text}a"}}', '{"a":' * 10**6, {"enum": list(range(10**6))}):
         with pytest.raises(InvalidRequest, match=f"{name}: may have at most {MAX_GRAMMAR_BYTES} bytes"):
             read_grammar(Body({name: value}))
+
+
+@pytest.mark.parametrize("field", ["guided_choice", "structured_outputs.choice"])
+def test_choices_that_are_too_long_are_refused_before_they_are_written(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
+    most = ["a" * (MAX_GRAMMAR_BYTES // 2), "b" * (MAX_GRAMMAR_BYTES // 2)]
+    assert read_grammar(Body(fields(field, most))) is not None
+    monkeypatch.setattr(grammars, "_literal", lambda _: pytest.fail("written"))
+    for value in ([*most, "c"], ["!" * (MAX_GRAMMAR_BYTES + 1)]):
+        with pytest.raises(InvalidRequest, match=f"{field}: may have at most {MAX_GRAMMAR_BYTES} bytes; shorten it") as caught:
+            read_grammar(Body(fields(field, value)))
+        assert caught.value.field == field
 
 
 @pytest.mark.parametrize(
