@@ -6,6 +6,7 @@ import sys
 from typing import Any, TypeGuard
 
 MAX_DEPTH = 200  # Python gives up near 1000 levels, less what is on its stack and what is wrapped around a value
+_CONTAINERS = (dict, list)
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
@@ -20,10 +21,14 @@ def is_finite(value: Any) -> TypeGuard[int | float]:
 
 def is_too_deep(value: object) -> bool:
     """Whether lists and objects of a decoded value are nested deeper than MAX_DEPTH."""
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        containers = [node for node in level if isinstance(node, dict | list)]
-        level = [child for node in containers for child in (node.values() if isinstance(node, dict) else node)]
+    level = [value] if isinstance(value, _CONTAINERS) else []
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for node in level
+            for child in (node.values() if isinstance(node, dict) else node)
+            if isinstance(child, _CONTAINERS)  # of texts and numbers there may be millions
+        ]
         if not level:
             return False
     return True
