@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from jdisagg.api.http.body import Body, wrong_type
+from jdisagg.api.http.body import MAX_STRUCTURE, Body, num_structures, wrong_type
 from jdisagg.api.http.tools import read_forced, read_functions
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.json_values import is_too_deep
@@ -20,6 +21,7 @@ _ID_LENGTH = 9
 _NO_TEXT = ("", [], [text_part("")])
 _TEXT_PARTS = ("text", "input_text", "output_text")  # the latter as in OpenAI's Responses
 _ASSISTANT_PARTS = ("refusal", "thinking")  # whose text has their name
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "documents", "self"})
 
 
@@ -36,6 +38,7 @@ def render_prompt(body: Body, template: ChatTemplate | None) -> str:
     add_generation_prompt = body.boolean("add_generation_prompt", True)
     tools, variables = _offered_tools(body, template), _template_kwargs(body)
     texts = [_plain_message(index, message) for index, message in enumerate(messages)]
+    _check_structure(texts)
     prompt_with = partial(_prompt, template, texts, add_generation_prompt=add_generation_prompt, **variables)
     try:
         return prompt_with(tools)
@@ -167,6 +170,21 @@ def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
+def _check_structure(messages: list[dict[str, Any]]) -> None:
+    """Raises InvalidRequest for arguments of more lists, objects and keys than a body may have, to which they are text."""
+    num = 0
+    for index, message in enumerate(messages):
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            match call:
+                case {"function": {"arguments": str(arguments)}}:
+                    num += num_structures(arguments.encode())
+            if num > MAX_STRUCTURE:
+                field = f"messages[{index}].tool_calls"
+                told = f"{field}: arguments may have at most {MAX_STRUCTURE} lists, objects and keys, all messages together"
+                raise InvalidRequest(f"{told}; shorten them", field=field)
+
+
 def _with_objects(message: dict[str, Any], *, always: bool = False) -> dict[str, Any]:
     """The message with arguments of its calls as objects."""
     calls = message.get("tool_calls")
@@ -190,7 +208,8 @@ def _object_of(text: str) -> dict[str, Any] | None:
     """None: it is none that a template could write."""
     try:
         value = json.loads(text)
-        json.dumps(value, ensure_ascii=False).encode()  # no half of a pair, see `read_body`
+        if _ESCAPED_SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()  # no half of a pair, see `read_body`
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) and not is_too_deep(value) else None

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from jdisagg.api.http import body, chat, completions, parameters
+from jdisagg.api.http import body, chat, completions, messages, parameters
 from jdisagg.api.http.body import MAX_STRUCTURE, Body, num_structures, wrong_type
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import EngineRequest, Output
@@ -101,6 +101,33 @@ def test_code_in_strings_and_the_largest_requests_are_no_such_body(tokenizer: To
         async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
             asked = {"prompt": "the", "user": code * 50_000}
             assert (await http.post("/v1/completions", json=asked)).status_code == 200
+
+    run(check())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_arguments_of_calls_are_counted_as_a_body_is_before_they_are_read(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    def asked(*arguments: str) -> dict[str, Any]:
+        calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": each}} for each in arguments]
+        return {"messages": [*CHAT["messages"], {"role": "assistant", "tool_calls": calls}]}
+
+    half = '{"a": [' + "[], " * (MAX_STRUCTURE // 2 - 4) + "[]]}"
+    assert num_structures(half.encode()) == MAX_STRUCTURE // 2
+
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            assert "at most" not in (await http.post(path, json=asked(half, half))).text
+            monkeypatch.setattr(messages, "_object_of", lambda _: pytest.fail("read"))
+            for arguments in ((half, half, "{}"), ("[[" * MAX_STRUCTURE,), (half, "{}", half)):
+                answer = await http.post(path, json=asked(*arguments))
+                error = answer.json()["error"]
+                assert (answer.status_code, error["param"]) == (400, "messages[1].tool_calls")
+                said = (
+                    f"arguments may have at most {MAX_STRUCTURE} lists, objects and keys, all messages together; shorten them"
+                )
+                assert error["message"] == f"messages[1].tool_calls: {said}"
 
     run(check())
 
