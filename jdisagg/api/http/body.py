@@ -34,7 +34,7 @@ MAX_STRUCTURE = 65536  # lists, objects and keys: those of 20,000 messages, or o
 _NO_STRUCTURE = bytes(byte for byte in range(256) if byte not in b'"[{:')
 ROOM_BYTES = 2**29  # for bodies while they come in: 16 MiB each, and as many as connections, are more than a machine has
 _RETRY_AFTER_S = 5.0
-_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_HALF_PAIR = re.compile(rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F])")  # as an escape
 
 
 class Body:
@@ -189,7 +189,7 @@ def _parse(raw: bytes) -> dict[str, Any]:
         fields = json.loads(raw.decode("utf-8-sig"))
         if num > MAX_DEPTH and is_too_deep(fields):
             raise RecursionError  # as whoever writes it again would
-        if _ESCAPED_SURROGATE.search(raw):
+        if _HALF_PAIR.search(raw.replace(rb"\\", b"__")):  # no backslash that is escaped itself, nor two others side by side
             json.dumps(fields, ensure_ascii=False).encode()  # half of a pair is no character: nothing could tokenize it
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"the body is not UTF-8, as JSON must be: byte {_shown_byte(error)}") from error

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import weakref
 from collections.abc import AsyncGenerator
+from contextlib import nullcontext
 from typing import Any
 
 import httpx
@@ -130,6 +132,26 @@ def test_arguments_of_calls_are_counted_as_a_body_is_before_they_are_read(
                 assert error["message"] == f"messages[1].tool_calls: {said}"
 
     run(check())
+
+
+PARTS = ["\\ud83d", "\\uDE00", "\\uDBFF", "\\udc00", "\\u00e9", "\\\\", "x", "\\n", "ud83d", "😀"]
+
+
+def test_a_body_is_written_again_for_half_a_pair_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    written, write = list[Any](), json.dumps
+
+    def counted(value: Any, **options: Any) -> str:
+        written.append(value)
+        return write(value, **options)
+
+    monkeypatch.setattr(json, "dumps", counted)
+    for parts in itertools.product(PARTS, repeat=4):
+        raw = f'{{"a": "{"".join(parts)}"}}'.encode()
+        halves = re.search("[\ud800-\udfff]", json.loads(raw)["a"])
+        written.clear()
+        with nullcontext() if halves is None else pytest.raises(InvalidRequest, match="half of a pair"):
+            body._parse(raw)
+        assert bool(written) == (halves is not None), parts
 
 
 def test_too_many_prompts_and_biases_are_refused_before_they_are_looked_at(
