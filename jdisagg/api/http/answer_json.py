@@ -14,23 +14,32 @@ from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import Job
 
 _LEVELS = 5  # of answer, choices, choice, logprobs, tokens; below lies one token
+_LONG_IDS = 16_384  # of tokens: two milliseconds to write
+_SLICE = 4096  # of a list of them, at once
 _HOLE = "\0"  # what the text is while the rest is written; in JSON no other value looks like it
 _WRITTEN_HOLE = encode_basestring(_HOLE)
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # json.dumps makes one for each call
 
 
-async def whole_response(edge: Edge, job: Job, whole: Callable[[Transcript], dict[str, Any]]) -> Response:
-    """The response of a request that does not stream; a long one is made and written beside the event loop."""
+async def whole_response(edge: Edge, job: Job, whole: Callable[[Transcript], dict[str, Any]], *, shows_ids: bool) -> Response:
+    """The response of a request that does not stream; a long one is made and written beside the event loop. `shows_ids`: of
+    tokens, each choice its prompt's too."""
     transcript = await edge.complete(job)
-    if not has_many_scores(transcript.choices):
+    if not has_many_scores(transcript.choices) and not (shows_ids and _has_many_ids(job, transcript)):
         return JSONResponse(whole(transcript))
     content = await edge.beside(lambda: long_json(whole(transcript)))
     return Response(content, media_type="application/json")
 
 
+def _has_many_ids(job: Job, transcript: Transcript) -> bool:
+    """As `has_many_scores`. In chat a prompt is shown once, but as many beside the event loop cost nothing."""
+    num_prompt = sum(len(request.prompt_token_ids) for request in job.requests)
+    return num_prompt + sum(len(choice.token_ids) for choice in transcript.choices) > _LONG_IDS
+
+
 def long_json(answer: dict[str, Any]) -> bytes:
     """As a short answer is written, for a thread of its own: in pieces, as no other thread runs before the end of one."""
-    return "".join(_pieces(answer, _LEVELS)).encode()
+    return b"".join(map(str.encode, _pieces(answer, _LEVELS)))
 
 
 def encode_event(event: dict[str, Any]) -> bytes:
@@ -77,6 +86,10 @@ def _pieces(value: Any, levels: int) -> Iterator[str]:
             yield from _pieces(item, levels - 1)
             opening = ","
         yield "}" if value else "{}"
+    elif levels and isinstance(value, list | tuple) and value and isinstance(value[0], int):  # of numbers many at a time
+        for begin in range(0, len(value), _SLICE):
+            yield f"{',' if begin else '['}{_dumps(value[begin : begin + _SLICE])[1:-1]}"
+        yield "]"
     elif levels and isinstance(value, list):
         opening = "["
         for item in value:
@@ -85,4 +98,8 @@ def _pieces(value: Any, levels: int) -> Iterator[str]:
             opening = ","
         yield "]" if value else "[]"
     else:
-        yield json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        yield _dumps(value)
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

@@ -43,7 +43,8 @@ async def answer_chat(edge: Edge, request: Request) -> Response:
     del body, read, text_request  # of megabytes perhaps, and the answer may take minutes
     if options.stream:
         return await open_stream(request, answer.events())
-    return await while_connected(request.receive, whole_response(edge, job, answer.whole))
+    whole = whole_response(edge, job, answer.whole, shows_ids=options.return_token_ids)
+    return await while_connected(request.receive, whole)
 
 
 def read_chat(body: Body, edge: Edge, num_top: int | None, request_id: str, arrived_s: float) -> TextRequest:
@@ -110,7 +111,7 @@ class _Answer:
             self._count(choice.index)
         answer = self._envelope("chat.completion", choices, transcript.fingerprint)
         if self._options.return_token_ids:
-            answer["prompt_token_ids"] = list(self._job.requests[0].prompt_token_ids)
+            answer["prompt_token_ids"] = self._job.requests[0].prompt_token_ids
         return self._options.with_totals(answer, transcript)
 
     def _count(self, index: int) -> None:
@@ -146,7 +147,7 @@ class _Answer:
     def _first_chunk(self, delta: Delta, *, shows_prompt: bool) -> dict[str, Any]:
         event = self._chunk(delta, {"role": "assistant", "content": self._nothing})
         if shows_prompt and self._options.return_token_ids:
-            event["prompt_token_ids"] = list(self._job.requests[0].prompt_token_ids)
+            event["prompt_token_ids"] = self._job.requests[0].prompt_token_ids
         return event
 
     def _news(self, delta: Delta) -> dict[str, Any]:

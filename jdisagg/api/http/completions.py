@@ -50,7 +50,8 @@ async def answer_completion(edge: Edge, request: Request) -> Response:
     del body, text_request  # of megabytes perhaps, and the answer may take minutes
     if options.stream:
         return await open_stream(request, answer.events())
-    return await while_connected(request.receive, whole_response(edge, job, answer.whole))
+    whole = whole_response(edge, job, answer.whole, shows_ids=options.return_token_ids)
+    return await while_connected(request.receive, whole)
 
 
 def read_completion(body: Body, defaults: SamplingParams, request_id: str) -> TextRequest:
@@ -136,6 +137,6 @@ class _Answer:
         if choice.prompt_logprobs and self._num_prompt_top is not None:
             shown["prompt_logprobs"] = prompt_logprobs(self._edge.tokenizer, choice.prompt_logprobs, self._num_prompt_top)
         if self._options.return_token_ids:
-            shown["token_ids"] = list(choice.token_ids)
-            shown["prompt_token_ids"] = list(self._job.requests[choice.index].prompt_token_ids) if shows_prompt else None
+            shown["token_ids"] = choice.token_ids
+            shown["prompt_token_ids"] = self._job.requests[choice.index].prompt_token_ids if shows_prompt else None
         return shown

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import httpx
 import pytest
+from starlette.responses import JSONResponse
 
 from jdisagg.api.generation.choice import LONG_POSITIONS, Delta, Kept, Transcript
 from jdisagg.api.http import answer_json
@@ -45,6 +46,46 @@ def test_an_answer_whose_client_has_hung_up_is_not_written(tokenizer: Tokenizer,
         assert len(written) == 2
 
     run(asked())
+
+
+IDS = [3 + number % 40 for number in range(3000)]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_an_answer_with_many_token_ids_is_written_beside_the_loop(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    writers, write = list[str](), answer_json.long_json
+
+    def noted(answer: dict[str, Any]) -> bytes:
+        writers.append(threading.current_thread().name)
+        content = write(answer)
+        assert content == JSONResponse(answer).body
+        return content
+
+    monkeypatch.setattr(answer_json, "long_json", noted)
+    monkeypatch.setattr(answer_json, "_SLICE", 999)
+
+    async def check() -> None:
+        engine = FakeEngine(tokenizer, "fox", max_model_len=10_000)
+        async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            asked: dict[str, Any] = {"max_tokens": 2, "n": 6, "return_token_ids": True}
+            if is_chat := "chat" in path:
+                asked |= {"messages": [{"role": "user", "content": "\u00e9" * 1500}]}
+            else:
+                asked |= {"prompt": IDS}
+            for fields, is_long in (({}, True), ({"return_token_ids": False}, False), ({"n": 2}, False)):
+                writers.clear()
+                answer = (await http.post(path, json=asked | fields)).json()
+                assert bool(writers) is is_long
+                assert threading.current_thread().name not in writers
+                prompts = [request.prompt_token_ids for request in engine.requests[-len(answer["choices"]) :]]
+                shown = [answer] if is_chat else answer["choices"]
+                if "return_token_ids" not in fields:
+                    assert [tuple(one["prompt_token_ids"]) for one in shown] == prompts[: len(shown)]
+                    assert all(len(choice["token_ids"]) == 2 for choice in answer["choices"])
+
+    run(check())
 
 
 def test_who_waits_no_longer_does_not_let_the_next_one_begin_beside_its_thread(tokenizer: Tokenizer) -> None:
