@@ -11,6 +11,7 @@ than a kill. Two processes cannot hold one journal: it is locked.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import zlib
@@ -125,7 +126,8 @@ class Journal:
         if found is None:
             self._file.truncate(0)
             self._write(strict_json.encode(header) + b"\n")
-            _sync_directory(self.path.parent)
+            with _failing_as_write(self.path):
+                _sync_directory(self.path.parent)
             return
         _check_header(self.path, found, header, found.keys() | header.keys())
         self.created = int(found.get(CREATED, self.created))
@@ -176,6 +178,9 @@ def _lock(file: BinaryIO, path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ConfigError(f"{path}: another process is running this batch; wait for it or end it") from None
+    except OSError as error:  # file systems without locks: Lustre without -o flock, NFS without lockd
+        told = f"{path} cannot be locked: {error.strerror}; choose an --output on a file system with locks"
+        raise ConfigError(told) from error
 
 
 def _check_header(path: Path, found: dict[str, Any], wanted: dict[str, Any], keys: Set[str]) -> None:
@@ -234,5 +239,8 @@ def _sync_directory(directory: Path) -> None:
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF):  # as CIFS and 9p say that of directories they have nothing to write
+            raise
     finally:
         os.close(handle)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdisagg.batch.journal import Journal, check_journal, journal_path
+from jdisagg.batch.journal import Journal, WriteFailed, check_journal, journal_path
 from jdisagg.core.errors import ConfigError
 
 HEADER = {"journal": 1, "seed": 0}
@@ -86,6 +89,44 @@ def test_a_journal_of_another_batch_or_in_use_is_refused(tmp_path: Path) -> None
         Journal(output, {"journal": 1})
     with Journal(output, HEADER), pytest.raises(ConfigError, match="another process"):
         Journal(output, HEADER)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+def test_a_file_system_without_locks_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    output = tmp_path / "out.jsonl"
+    fill(output, [1])
+
+    def refused(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    for opened in (Journal, check_journal):
+        with pytest.raises(ConfigError, match=rf"journal cannot be locked: {os.strerror(number)}; choose an --output on a"):
+            opened(output, HEADER)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.EIO])
+def test_a_file_system_that_has_nothing_to_write_of_a_directory_takes_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    output, sync, refused = tmp_path / "out.jsonl", os.fsync, list[int]()
+
+    def of_files_alone(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            refused.append(handle)
+            raise OSError(number, os.strerror(number))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", of_files_alone)
+    if number == errno.EIO:  # is no such word
+        with pytest.raises(WriteFailed, match=r"out\.jsonl\.journal cannot be written: Input/output error"):
+            fill(output, [1])
+        return
+    fill(output, [1])
+    with Journal(output, HEADER) as journal:
+        journal.publish([1])
+    assert len(refused) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
 
 
 NUMBERS = st.integers(1, 30) | st.integers(10**17, 10**18 - 1)
