@@ -21,6 +21,7 @@ _ID_LENGTH = 9
 _NO_TEXT = ("", [], [text_part("")])
 _TEXT_PARTS = ("text", "input_text", "output_text")  # the latter as in OpenAI's Responses
 _ASSISTANT_PARTS = ("refusal", "thinking")  # whose text has their name
+_THOUGHT = ("reasoning_content", "reasoning")
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "documents", "self"})
 
@@ -160,6 +161,8 @@ def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     message = {name: value for name, value in message.items() if value is not None and (name, value) != ("tool_calls", [])}
     if not isinstance(message.get("role"), str) or not message["role"]:
         raise InvalidRequest(f"{where}.role: must be a non-empty string", field=f"{where}.role")
+    if message["role"] == "assistant":
+        message |= _both_named(message)
     content = message.get("content")
     if isinstance(content, list):
         return {**message, "content": [text_part(_read_text(where, message["role"], part)) for part in content]}
@@ -168,6 +171,12 @@ def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(content, str):
         raise InvalidRequest(f"{where}.content: must be a string or a list of text parts", field=f"{where}.content")
     return message
+
+
+def _both_named(message: dict[str, Any]) -> dict[str, str]:
+    """What an assistant thought, as vLLM has it: servers answer with one of two fields, and templates read one of them."""
+    thought = next((told for name in _THOUGHT if isinstance(told := message.get(name), str) and told), None)
+    return {} if thought is None else {name: thought for name in _THOUGHT if not message.get(name)}
 
 
 def _check_structure(messages: list[dict[str, Any]]) -> None:

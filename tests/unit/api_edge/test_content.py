@@ -67,6 +67,30 @@ def test_a_refusal_or_a_thought_in_a_history_is_what_the_assistant_said(content:
     assert prompt_of(OF_STRINGS, *messages) == f"user:hi;assistant:{text};"
 
 
+@pytest.mark.parametrize("read", ["reasoning", "reasoning_content"])
+@pytest.mark.parametrize(
+    ("sent", "shown"),
+    [
+        ({"reasoning": "Hm."}, "Hm."),
+        ({"reasoning_content": "Hm."}, "Hm."),
+        ({"reasoning_content": "", "reasoning": "Hm."}, "Hm."),
+        ({"reasoning_content": None, "reasoning": "Hm."}, "Hm."),
+        ({"reasoning": None}, None),
+        ({}, None),
+    ],
+)
+def test_what_an_assistant_thought_is_shown_whichever_name_the_template_reads(
+    read: str, sent: dict[str, str | None], shown: str | None
+) -> None:
+    source = f"{{% for m in messages %}}{{{{ m.{read} if '{read}' in m else 'nothing' }}}};{{{{ m.content }}}};{{% endfor %}}"
+    asked, said = {"role": "user", "content": "hi", "reasoning": "no"}, {"role": "assistant", "content": "Yes."}
+    assert prompt_of(source, asked, said | sent).endswith(f"hi;{shown or 'nothing'};Yes.;")
+    other = "reasoning" if read == "reasoning_content" else "reasoning_content"
+    assert prompt_of(source, said | {read: "a", other: "b"}) == "a;Yes.;", "as they came"
+    assert (prompt_of(source, asked) == "nothing;hi;") is (read == "reasoning_content"), "of an assistant alone"
+    assert prompt_of(source, said | {other: ""}) == "nothing;Yes.;", "some look whether it is there"
+
+
 @pytest.mark.parametrize(
     ("message", "told"),
     [
