@@ -161,6 +161,8 @@ def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     message = {name: value for name, value in message.items() if value is not None and (name, value) != ("tool_calls", [])}
     if not isinstance(message.get("role"), str) or not message["role"]:
         raise InvalidRequest(f"{where}.role: must be a non-empty string", field=f"{where}.role")
+    if isinstance(calls := message.get("tool_calls"), list):
+        message["tool_calls"] = list(map(_with_arguments, calls))
     if message["role"] == "assistant":
         message |= _both_named(message)
     content = message.get("content")
@@ -171,6 +173,14 @@ def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(content, str):
         raise InvalidRequest(f"{where}.content: must be a string or a list of text parts", field=f"{where}.content")
     return message
+
+
+def _with_arguments(call: Any) -> Any:
+    """Of a function that takes none some clients leave them out."""
+    match call:
+        case {"function": dict(function)} if function.get("arguments") is None:
+            return {**call, "function": {**function, "arguments": "{}"}}
+    return call
 
 
 def _both_named(message: dict[str, Any]) -> dict[str, str]:

@@ -124,6 +124,15 @@ def test_arguments_of_calls_are_objects_for_templates_that_want_them(way: str, a
     assert render_prompt(Body({"messages": messages}), template) == f"hi;;call {shown};rain;"
 
 
+@pytest.mark.parametrize("arguments", [{}, {"arguments": None}])
+@pytest.mark.parametrize("way", ["c.function.arguments | tojson", "c.function.arguments", "'' + c.function.arguments"])
+def test_a_call_without_arguments_is_one_of_an_empty_object(arguments: dict[str, None], way: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "weather", **arguments}}
+    messages = [CALLED[0], {"role": "assistant", "tool_calls": [call]}, CALLED[2]]
+    template = ChatTemplate(OF_CALLS.replace("ARGUMENTS", way), {})
+    assert render_prompt(Body({"messages": messages}), template) == "hi;;call {};rain;"
+
+
 @pytest.mark.parametrize(("arguments", "shown"), [('{"city": "Os', ""), ("[1]", ""), (ARGUMENTS, "city=Köln days=2 ")])
 @pytest.mark.parametrize("ids", ["", "{% if m.tool_call_id | length > 9 %}{{ raise_exception('nine') }}{% endif %}"])
 def test_a_call_that_is_no_json_does_not_end_a_chat_whose_template_goes_through_arguments(
