@@ -65,11 +65,17 @@ class Choice:
     required = ("id", "context", "choices", "answer")
 
     def probes(self, example: Example, tokenizer: Tokenizer) -> list[Probe]:
-        """One per continuation."""
-        return [
-            Probe(name=f"{example['id']}/{index}", token_ids=tuple(tokenizer.encode(example["context"] + choice)))
-            for index, choice in enumerate(example["choices"])
-        ]
+        """One per continuation. Raises ValueError for one that begins with the first token of all, which has no score."""
+        probes, context = list[Probe](), tokenizer.encode(example["context"])
+        for index, choice in enumerate(example["choices"]):
+            token_ids = tuple(tokenizer.encode(example["context"] + choice))
+            if common_length(context, token_ids) == 0:
+                raise ValueError(
+                    f"{example['id']}: choices[{index}] has the first token of its prompt, which has no likelihood; begin "
+                    "the context with more text"
+                )
+            probes.append(Probe(name=f"{example['id']}/{index}", token_ids=token_ids))
+        return probes
 
     def score(self, examples: list[Example], answers: Answers, tokenizer: Tokenizer) -> Scores:
         """Accuracy by sum and by sum per byte, and the mean log-probability (nats) of the right continuation."""

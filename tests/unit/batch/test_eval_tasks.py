@@ -10,6 +10,7 @@ from typing import Any
 
 import eval_batch
 import pytest
+import tokenizers
 from eval_tasks.tasks import STRIDE, TASKS, WINDOW, load_examples, until_stop, windows
 
 from jdisagg.models.resolve import resolve_model
@@ -39,6 +40,18 @@ def test_choice_sums_the_continuation_alone() -> None:
     assert scores["accuracy"] == scores["accuracy_per_byte"] == 1.0
     assert scores["right_logprob_nats"] == pytest.approx(sum(logprobs["second"]))
     assert task.score([example | {"answer": 0}], answers, TOKENIZER)["accuracy"] == 0.0
+
+
+@pytest.mark.parametrize(("context", "choices"), [("", ["import os", "if"]), ("i", ["s not", "f"])])
+def test_a_choice_whose_first_token_has_no_likelihood_is_refused(context: str, choices: list[str]) -> None:
+    """Of a tokenizer that puts no BOS: a choice of that token alone would be certain, and always win."""
+    layout = json.loads((resolve_model("demo") / "tokenizer.json").read_text("utf-8"))
+    without = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(layout | {"post_processor": None})), {})
+    example = {"id": "c", "context": context, "choices": choices, "answer": 0}
+    assert len(TASKS["choice"].probes(example, TOKENIZER)) == 2
+    with pytest.raises(ValueError, match=r"c: choices\[.\] has the first token of its prompt"):
+        TASKS["choice"].probes(example, without)
+    assert len(TASKS["choice"].probes(example | {"context": "import os\n" + context}, without)) == 2
 
 
 def test_generate_counts_exact_and_containing_answers() -> None:
