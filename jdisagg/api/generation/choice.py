@@ -231,6 +231,7 @@ class Transcript:
         self._num_prompt_tokens = num_prompt_tokens
         self._keep: Kept = keep
         self._completion_tokens = 0
+        self._cached_tokens = 0  # of all prompts; `usage` is asked for with every chunk, and choices may be a thousand
 
     def add(self, delta: Delta) -> None:
         """Append one delta to its choice."""
@@ -238,7 +239,7 @@ class Transcript:
         self._completion_tokens += len(delta.token_ids)
         self.fingerprint = delta.fingerprint or self.fingerprint
         if delta.token_ids or delta.finish is not FinishReason.ABORT:  # else it may end before it begins
-            choice.cached_tokens = max(choice.cached_tokens or 0, delta.cached_tokens)
+            self._found(choice, max(choice.cached_tokens or 0, delta.cached_tokens))
         choice.provenance = delta.provenance or choice.provenance
         choice.finish = delta.finish or choice.finish
         choice.stop = delta.stop if delta.stop is not None else choice.stop
@@ -257,8 +258,18 @@ class Transcript:
     @property
     def usage(self) -> Usage:
         """Counts so far; a prompt counts once however many choices it has."""
-        of_prompts = (self.choices[begin : begin + self._n] for begin in range(0, len(self.choices), self._n))
-        told = ([choice.cached_tokens for choice in choices if choice.cached_tokens is not None] for choices in of_prompts)
-        # the choice that came to a worker first found what was cached; its siblings may find all of the prompt
-        cached = sum(min(counts, default=0) for counts in told)
-        return Usage(self._num_prompt_tokens, self._completion_tokens, cached)
+        return Usage(self._num_prompt_tokens, self._completion_tokens, self._cached_tokens)
+
+    def _found(self, choice: ChoiceResult, cached_tokens: int) -> None:
+        """The choice that came to a worker first found what was cached; its siblings may find all of the prompt."""
+        if cached_tokens == choice.cached_tokens:
+            return
+        begin = choice.index - choice.index % self._n
+        siblings = self.choices[begin : begin + self._n]
+        self._cached_tokens -= _fewest_cached(siblings)
+        choice.cached_tokens = cached_tokens
+        self._cached_tokens += _fewest_cached(siblings)
+
+
+def _fewest_cached(choices: list[ChoiceResult]) -> int:
+    return min((choice.cached_tokens for choice in choices if choice.cached_tokens is not None), default=0)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator
+import random
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from time import monotonic
+from typing import Any
 
 import pytest
 
-from jdisagg.api.generation.choice import Delta, Transcript, Usage
+from jdisagg.api.generation.choice import ChoiceResult, Delta, Transcript, Usage
 from jdisagg.api.generation.context_length import ContextLengthExceeded
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import TextRequest
@@ -240,3 +242,34 @@ def test_a_choice_of_which_nothing_has_come_says_nothing_of_what_was_cached() ->
     transcript = Transcript(1, n=1, num_prompt_tokens=9)
     transcript.add(Delta(index=0, finish=FinishReason.LENGTH, cached_tokens=8))
     assert transcript.usage.cached_tokens == 8, "of a prompt that is only scored"
+
+
+class Watched(list[ChoiceResult]):
+    """Choices, and how often one or some of them were looked up."""
+
+    looks = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        self.looks += 1
+        return super().__getitem__(at)
+
+    def __iter__(self) -> Iterator[ChoiceResult]:
+        self.looks += 1
+        return super().__iter__()
+
+
+def test_usage_with_every_chunk_does_not_look_through_all_choices() -> None:
+    draw, n = random.Random(0), 3
+    transcript = Transcript(30, n=n, num_prompt_tokens=99)
+    found: dict[int, int] = {}
+    for _ in range(300):
+        index, cached_tokens = draw.randrange(30), draw.choice([0, 0, 4, 8])
+        transcript.add(Delta(index=index, token_ids=(7,), cached_tokens=cached_tokens))
+        found[index] = max(found.get(index, 0), cached_tokens)
+        of_prompts = ([found[each] for each in range(begin, begin + n) if each in found] for begin in range(0, 30, n))
+        assert transcript.usage.cached_tokens == sum(min(counts, default=0) for counts in of_prompts)
+    transcript.choices = choices = Watched(transcript.choices)
+    for index in range(30):
+        transcript.add(Delta(index=index, token_ids=(7,), cached_tokens=0))
+        assert transcript.usage.completion_tokens == 301 + index
+    assert choices.looks == 30, "for what is added to, once"
