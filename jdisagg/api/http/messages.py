@@ -11,6 +11,7 @@ from typing import Any
 
 from jdisagg.api.http.body import MAX_STRUCTURE, Body, num_structures, wrong_type
 from jdisagg.api.http.tools import read_forced, read_functions
+from jdisagg.api.http.unserved import LAST_MESSAGE_FIELDS, MESSAGE_FIELDS, refuse_unserved
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.json_values import is_too_deep
 from jdisagg.text.chat import ChatTemplate
@@ -40,6 +41,7 @@ def render_prompt(body: Body, template: ChatTemplate | None) -> str:
     tools, variables = _offered_tools(body, template), _template_kwargs(body)
     texts = [_plain_message(index, message) for index, message in enumerate(messages)]
     _check_structure(texts)
+    refuse_unserved(Body(texts[-1], where=f"messages[{len(texts) - 1}]."), LAST_MESSAGE_FIELDS)
     prompt_with = partial(_prompt, template, texts, add_generation_prompt=add_generation_prompt, **variables)
     try:
         return prompt_with(tools)
@@ -161,6 +163,7 @@ def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     message = {name: value for name, value in message.items() if value is not None and (name, value) != ("tool_calls", [])}
     if not isinstance(message.get("role"), str) or not message["role"]:
         raise InvalidRequest(f"{where}.role: must be a non-empty string", field=f"{where}.role")
+    refuse_unserved(Body(message, where=f"{where}."), MESSAGE_FIELDS)
     if isinstance(calls := message.get("tool_calls"), list):
         message["tool_calls"] = list(map(_with_arguments, calls))
     if message["role"] == "assistant":

@@ -37,6 +37,10 @@ _EVERYWHERE = (
         ("allowed_token_ids", "bad_words", "logits_processors", "custom_logit_processor", "vllm_xargs"),
         "tokens are allowed or forbidden by logit_bias only; use that or leave it out",
     ),
+    Unserved(
+        ("suppress_tokens", "bad_words_ids", "banned_tokens", "banned_strings", "custom_token_bans"),
+        "tokens are forbidden by logit_bias alone; use that or leave it out",
+    ),
     Unserved(("use_beam_search",), "beam search is not served; leave it out, or take the best of n choices by their logprobs"),
     Unserved(("length_penalty",), "is for beam search, which is not served; leave it out", (*OFF, 1)),
     Unserved(
@@ -55,6 +59,7 @@ _EVERYWHERE = (
     Unserved(("do_sample",), "is not a field here; for the likeliest token each time use temperature 0", (None, True)),
     Unserved(("num_beams",), "beam search is not served; leave it out, or take the best of n choices", (None, 1)),
     Unserved(("repeat_penalty",), "is called repetition_penalty here", (None, 1)),
+    Unserved(("random_seed",), "is called seed here", (None, -1)),
     Unserved(("min_new_tokens",), "is called min_tokens here", (None, 0)),
     Unserved(("truncate_prompt_tokens",), "prompts are not cut here; cut it before you send it (POST /tokenize counts)"),
     Unserved(
@@ -70,13 +75,20 @@ _EVERYWHERE = (
     Unserved(("return_prompt_text",), "prompts are not returned as text; use return_token_ids and POST /detokenize"),
     Unserved(("repetition_detection",), "answers that repeat themselves go on; leave it out, or use the penalties"),
     Unserved(("watermarking", "watermark"), "answers have no watermark; leave it out"),
-    Unserved(("lora_path",), "adapters are not served; merge it into the model, or leave it out"),
+    Unserved(("lora_path", "lora", "adapter_id"), "adapters are not served; merge it into the model, or leave it out"),
     Unserved(("session_params",), "requests are independent; send the whole prompt each time"),
-    Unserved(("thinking_token_budget",), "thinking has no limit of its own; use max_tokens for the whole answer", (None, -1)),
+    Unserved(
+        ("thinking_token_budget", "thinking_budget", "reasoning_budget", "max_thinking_tokens"),
+        "thinking has no limit of its own; use max_tokens for the whole answer",
+        (None, -1),
+    ),
     Unserved(
         ("max_new_tokens", "max_output_tokens", "max_length", "n_predict", "num_predict"), "is called max_tokens here", (None,)
     ),
     Unserved(("stop_sequences",), "is called stop here"),
+    Unserved(("stop_token",), "use stop, or stop_token_ids"),
+    Unserved(("response_schema",), 'write it as "response_format": {"type": "json_schema", "json_schema": {"schema": ..}}'),
+    Unserved(("json_mode",), 'write it as "response_format": {"type": "json_object"}'),
     Unserved(("token_ids",), "token ids are given to /v1/completions, as prompt"),
     Unserved(("return_logprob", "top_logprobs_num"), "log-probabilities are asked for by logprobs", (*OFF, 0)),
     Unserved(
@@ -101,6 +113,15 @@ CHAT_FIELDS = (
     Unserved(("chat_template",), "the model's own template is used; leave it out, or render it and use /v1/completions"),
     Unserved(("documents",), "documents are not shown to the model; write them into messages"),
     Unserved(("enable_thinking",), 'write it as "chat_template_kwargs": {"enable_thinking": ..}', (None,)),
+    Unserved(
+        ("reasoning",),
+        'write it as "reasoning_effort": .., which is "none" for no thinking; all of it stays in content',
+        (None, "", {}, {"exclude": False}),
+    ),
+    Unserved(
+        ("thinking",), 'write it as "reasoning_effort": .. or "chat_template_kwargs": {..}', (None, "", {}, {"type": "auto"})
+    ),
+    Unserved(("think",), 'write it as "reasoning_effort": .. or "chat_template_kwargs": {..}', (None, "")),
     Unserved(("include_reasoning",), "what a model thinks stays in content; see reasoning_effort", (None, True)),
     Unserved(("reasoning_format",), "what a model thinks stays in content; send none", (None, "none", "raw", "auto")),
     Unserved(("parse_tool_calls",), 'calls are read where tools are offered; use "tool_choice": "none"', (None, True)),
@@ -112,14 +133,21 @@ CHAT_FIELDS = (
     Unserved(("web_search_options",), "nothing is looked up; leave it out", (None, False)),
     Unserved(("best_of",), "is a field of completions; use n", (None, 1)),
 )
+MESSAGE_FIELDS = (Unserved(("function_call",), "use tool_calls, which replaced it"),)
+LAST_MESSAGE_FIELDS = (Unserved(("prefix", "partial"), "a message is not continued by that; see continue_final_message"),)
 
 
 def refuse_unserved(body: Body, table: tuple[Unserved, ...]) -> None:
     """Raises InvalidRequest for the first field of `table` that the body asks something of."""
     for entry in table:
         for name in entry.names:
-            if not is_one_of(body.get(name), entry.nothing):
-                raise InvalidRequest(f"{name}: {entry.why}", field=name)
+            if not is_one_of(_without_null(body.get(name)), entry.nothing):
+                field = f"{body.where}{name}"
+                raise InvalidRequest(f"{field}: {entry.why}", field=field)
+
+
+def _without_null(value: Any) -> Any:
+    return {name: inner for name, inner in value.items() if inner is not None} if isinstance(value, dict) else value
 
 
 def is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:

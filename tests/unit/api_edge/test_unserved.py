@@ -64,6 +64,22 @@ REFUSED: list[tuple[str, Any]] = [
     ("thinking_token_budget", 64),
     ("thinking_token_budget", 0),
     ("bootstrap_room", 7),
+    ("suppress_tokens", [5]),
+    ("bad_words_ids", [[5]]),
+    ("banned_tokens", [5]),
+    ("banned_strings", ["fox"]),
+    ("custom_token_bans", "5"),
+    ("random_seed", 7),
+    ("random_seed", 0),
+    ("lora", [{"id": 0, "scale": 0.5}]),
+    ("adapter_id", "x"),
+    ("thinking_budget", 64),
+    ("thinking_budget", 0),
+    ("reasoning_budget", 0),
+    ("max_thinking_tokens", 64),
+    ("stop_token", "a"),
+    ("response_schema", {"type": "object"}),
+    ("json_mode", True),
 ]
 REFUSED_IN_COMPLETIONS: list[tuple[str, Any]] = [("suffix", "x"), ("top_logprobs", 2)]
 REFUSED_IN_CHAT: list[tuple[str, Any]] = [
@@ -74,6 +90,9 @@ REFUSED_IN_CHAT: list[tuple[str, Any]] = [
     ("documents", [{"title": "a"}]),
     ("enable_thinking", False),
     ("include_reasoning", False),
+    *(("reasoning", value) for value in ({"effort": "none"}, {"enabled": False}, {"max_tokens": 64}, {"exclude": True}, False)),
+    *(("thinking", value) for value in ({"type": "disabled"}, {"type": "enabled", "budget_tokens": 64}, True, False)),
+    *(("think", value) for value in (True, False, "low")),
     ("reasoning_format", "parsed"),
     ("parse_tool_calls", False),
     ("continue_final_message", True),
@@ -124,12 +143,21 @@ ACCEPTED: list[tuple[str, Any]] = [
     ("return_tokens", False),  # llama.cpp's
     ("models", ["tiny", "other"]),  # OpenRouter's
     ("mode", "instruct"),  # text-generation-webui's
+    ("banned_strings", []),  # SillyTavern's
+    ("custom_token_bans", ""),
+    ("random_seed", -1),
+    ("lora", []),
+    ("reasoning_budget", -1),  # llama.cpp's
+    ("json_mode", False),
+    ("extra_body", {"guided_json": None}),
 ]
 ACCEPTED_IN_CHAT: list[tuple[str, Any]] = [
     ("modalities", ["text"]),
     *(("reasoning_format", value) for value in ("none", "raw", "auto")),  # llama.cpp's, Groq's
     ("parse_tool_calls", True),  # llama.cpp's
     ("include_reasoning", True),
+    *(("reasoning", value) for value in ({}, {"effort": None, "summary": None}, {"exclude": False, "max_tokens": None})),
+    *(("thinking", value) for value in ({}, {"type": None}, {"type": "auto"})),
     ("functions", []),
     ("function_call", "none"),
     ("echo", False),
@@ -189,6 +217,29 @@ def test_messages_are_tokenized_as_chat_would_or_not_at_all(tokenizer: Tokenizer
                 assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
             for name, value in ACCEPTED_IN_CHAT:
                 assert (await http.post("/tokenize", json=GOOD[CHAT] | {name: value})).status_code == 200
+
+    run(check())
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_what_a_message_asks_for_and_is_not_served_is_refused_by_name(tokenizer: Tokenizer, path: str) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            asked, said = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "fox"}
+            old = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+            for messages, field in (
+                ([asked, old, asked], "messages[1].function_call"),
+                ([asked, said | {"prefix": True}], "messages[1].prefix"),  # Mistral, DeepSeek
+                ([asked, said | {"partial": True}], "messages[1].partial"),  # Moonshot, DashScope
+            ):
+                error = (await http.post(path, json={"messages": messages})).json()["error"]
+                assert (error["param"], error["message"].partition(": ")[0]) == (field, field)
+            for messages in (
+                [asked, said | {"function_call": None, "tool_calls": None}, asked],  # as openai writes an answer again
+                [asked, said | {"function_call": {}, "prefix": True}, asked | {"prefix": False}],  # done before
+                [asked, said | {"prefix": None, "partial": False}],
+            ):
+                assert (await http.post(path, json={"messages": messages})).status_code == 200
 
     run(check())
 
