@@ -239,4 +239,4 @@ def _is_list(value: Any, of: type) -> bool:
 
 
 def _is_token_list(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
+    return isinstance(value, list) and set(map(type, value)) <= {int}  # no true or false; of millions in a tenth of a second
