@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from jdisagg.api.http.body import MAX_STRUCTURE, Body, num_structures, wrong_type
+from jdisagg.api.http.body import Body, wrong_type
+from jdisagg.api.http.earlier_calls import check_structure, with_arguments, with_objects
 from jdisagg.api.http.tools import read_forced, read_functions
 from jdisagg.api.http.unserved import LAST_MESSAGE_FIELDS, MESSAGE_FIELDS, refuse_unserved
 from jdisagg.core.errors import InvalidRequest
-from jdisagg.core.json_values import is_too_deep
 from jdisagg.text.chat import ChatTemplate
 from jdisagg.text.content_form import text_part
 
@@ -23,7 +21,6 @@ _NO_TEXT = ("", [], [text_part("")])
 _TEXT_PARTS = ("text", "input_text", "output_text")  # the latter as in OpenAI's Responses
 _ASSISTANT_PARTS = ("refusal", "thinking")  # whose text has their name
 _THOUGHT = ("reasoning_content", "reasoning")
-_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "documents", "self"})
 
 
@@ -40,7 +37,7 @@ def render_prompt(body: Body, template: ChatTemplate | None) -> str:
     add_generation_prompt = body.boolean("add_generation_prompt", True)
     tools, variables = _offered_tools(body, template), _template_kwargs(body)
     texts = [_plain_message(index, message) for index, message in enumerate(messages)]
-    _check_structure(texts)
+    check_structure(texts)
     refuse_unserved(Body(texts[-1], where=f"messages[{len(texts) - 1}]."), LAST_MESSAGE_FIELDS)
     prompt_with = partial(_prompt, template, texts, add_generation_prompt=add_generation_prompt, **variables)
     try:
@@ -81,7 +78,7 @@ def _prompt(
 def _render(render: Callable[[list[dict[str, Any]]], str], texts: list[dict[str, Any]]) -> str:
     """Arguments of calls come as JSON text; templates that write them as JSON would quote it, others put the text itself
     between their own."""
-    objects = [_with_objects(message) for message in texts]
+    objects = [with_objects(message) for message in texts]
     try:
         return render(objects)
     except InvalidRequest:
@@ -94,7 +91,7 @@ def _render(render: Callable[[list[dict[str, Any]]], str], texts: list[dict[str,
 def _variants(objects: list[dict[str, Any]], texts: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """For templates that refuse `objects`, which is `texts` with arguments of calls as objects where they are such."""
     yield from (others for others in (_as_some_want(objects), texts) if others != objects)
-    readable = [_with_objects(message, always=True) for message in texts]
+    readable = [with_objects(message, always=True) for message in texts]
     if readable != objects:
         yield readable
         yield _as_some_want(readable)
@@ -165,7 +162,7 @@ def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
         raise InvalidRequest(f"{where}.role: must be a non-empty string", field=f"{where}.role")
     refuse_unserved(Body(message, where=f"{where}."), MESSAGE_FIELDS)
     if isinstance(calls := message.get("tool_calls"), list):
-        message["tool_calls"] = list(map(_with_arguments, calls))
+        message["tool_calls"] = list(map(with_arguments, calls))
     if message["role"] == "assistant":
         message |= _both_named(message)
     content = message.get("content")
@@ -178,74 +175,10 @@ def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-def _with_arguments(call: Any) -> Any:
-    """Of a function that takes none some clients leave them out."""
-    match call:
-        case {"function": dict(function)} if function.get("arguments") is None:
-            return {**call, "function": {**function, "arguments": "{}"}}
-    return call
-
-
 def _both_named(message: dict[str, Any]) -> dict[str, str]:
     """What an assistant thought, as vLLM has it: servers answer with one of two fields, and templates read one of them."""
     thought = next((told for name in _THOUGHT if isinstance(told := message.get(name), str) and told), None)
     return {} if thought is None else {name: thought for name in _THOUGHT if not message.get(name)}
-
-
-def _check_structure(messages: list[dict[str, Any]]) -> None:
-    """Raises InvalidRequest for arguments of more lists, objects and keys than a body may have, to which they are text."""
-    num = 0
-    for index, message in enumerate(messages):
-        calls = message.get("tool_calls")
-        for call in calls if isinstance(calls, list) else ():
-            match call:
-                case {"function": {"arguments": str(arguments)}}:
-                    num += num_structures(arguments.encode())
-            if num > MAX_STRUCTURE:
-                field = f"messages[{index}].tool_calls"
-                told = f"{field}: arguments may have at most {MAX_STRUCTURE} lists, objects and keys, all messages together"
-                raise InvalidRequest(f"{told}; shorten them", field=field)
-
-
-def _with_objects(message: dict[str, Any], *, always: bool = False) -> dict[str, Any]:
-    """The message with arguments of its calls as objects."""
-    calls = message.get("tool_calls")
-    return {**message, "tool_calls": [_with_object(call, always) for call in calls]} if isinstance(calls, list) else message
-
-
-def _with_object(call: Any, always: bool) -> Any:
-    """What is no object in JSON stays the text that the model wrote, or is `always` an empty one: for templates that go through
-    them, which would refuse the rest of a chat for a call that the model once broke off."""
-    if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict):
-        return call
-    if not isinstance(arguments := function.get("arguments"), str):
-        return call
-    value = _object_of(arguments or "{}")
-    if value is None and not always:
-        return call
-    return {**call, "function": {**function, "arguments": _Arguments(value or {}, arguments or "{}")}}
-
-
-def _object_of(text: str) -> dict[str, Any] | None:
-    """None: it is none that a template could write."""
-    try:
-        value = json.loads(text)
-        if _ESCAPED_SURROGATE.search(text):
-            json.dumps(value, ensure_ascii=False).encode()  # no half of a pair, see `read_body`
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) and not is_too_deep(value) else None
-
-
-class _Arguments(dict[str, Any]):
-    """An object to templates that look into it or write it as JSON; to those that just print it, the text that came."""
-
-    def __init__(self, value: dict[str, Any], text: str) -> None:
-        super().__init__(value)
-        self._text = text
-
-    def __str__(self) -> str:
-        return self._text
 
 
 def _read_text(where: str, role: str, part: Any) -> str:

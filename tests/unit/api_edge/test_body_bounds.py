@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from jdisagg.api.http import body, chat, completions, messages, parameters
+from jdisagg.api.http import body, chat, completions, earlier_calls, parameters
 from jdisagg.api.http.body import MAX_STRUCTURE, Body, num_structures, wrong_type
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import EngineRequest, Output
@@ -121,7 +121,7 @@ def test_arguments_of_calls_are_counted_as_a_body_is_before_they_are_read(
     async def check() -> None:
         async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
             assert "at most" not in (await http.post(path, json=asked(half, half))).text
-            monkeypatch.setattr(messages, "_object_of", lambda _: pytest.fail("read"))
+            monkeypatch.setattr(earlier_calls, "_object_of", lambda _: pytest.fail("read"))
             for arguments in ((half, half, "{}"), ("[[" * MAX_STRUCTURE,), (half, "{}", half)):
                 answer = await http.post(path, json=asked(*arguments))
                 error = answer.json()["error"]
