@@ -49,15 +49,17 @@ class Stop:
 class StopStrings:
     """One stream's stop strings. After a match nothing more is released."""
 
-    def __init__(self, stops: Sequence[Stop]) -> None:
+    def __init__(self, stops: Sequence[Stop], *, are_shown: bool = False) -> None:
+        """`are_shown`: a match is released, too, as the end of the text."""
+        self.are_shown = are_shown
         self._stops = tuple(stops)
         self._seen = [0] * len(self._stops)  # characters of each that the text so far ends with
         self._held = ""
         self.matched: str | None = None
 
     def push(self, text: str, *, may_end: bool = True) -> str:
-        """Add text; returns what may be shown now, without the stop string when `matched` becomes set. `may_end` False: no
-        match ends within this text, though one may begin in it."""
+        """Add text; returns what may be shown now, up to the stop string when `matched` becomes set. `may_end` False: no match
+        ends within this text, though one may begin in it."""
         if not self._stops:
             return text
         if self.matched is not None:
@@ -68,9 +70,9 @@ class StopStrings:
             if end is not None and may_end:
                 ends.append((len(self._held) + end, len(self._held) + end - len(stop.text), stop.text))
         if ends:
-            _, begin, self.matched = min(ends)
+            end, begin, self.matched = min(ends)
             self._held = ""
-            return buffer[:begin]
+            return buffer[: end if self.are_shown else begin]
         keep = max(self._seen)
         self._held = buffer[len(buffer) - keep :]
         return buffer[: len(buffer) - keep]

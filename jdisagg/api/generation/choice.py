@@ -95,7 +95,7 @@ class ChoiceText:
         self._detokenizer: Detokenizer = tokenizer.detokenizer(
             skip_special_tokens=job.special_tokens.skip, before=request.prompt_token_ids, shown=job.special_tokens.shown
         )
-        self._stops = StopStrings(job.stop)
+        self._stops = StopStrings(job.stop, are_shown=job.shows_stop)
         self._num_tokens = 0
         self._num_characters = len(self._echo_text or "")
 
@@ -114,7 +114,8 @@ class ChoiceText:
             if output.logprobs is not None:
                 scored.append(_score(output.logprobs[used - 1], self._num_characters))
             ends_here = output.stop_token_id is not None and used == len(output.token_ids)
-            text += self._advance("" if ends_here else self._detokenizer.push(token_id))
+            is_hidden = ends_here and not self._stops.are_shown
+            text += self._advance("" if is_hidden else self._detokenizer.push(token_id))
             if self._stops.matched is not None:
                 break
         finish = output.finish

@@ -52,6 +52,7 @@ class TextRequest:
     default_max_tokens: int | None = None  # None = the rest of the context
     n: int = 1  # choices per prompt
     stop: tuple[str, ...] = ()
+    shows_stop: bool = False  # the text ends with what ended it, a stop string or the text of a token, and not before that
     echo: bool = False  # the text begins with the prompt
     special_tokens: SpecialTokens = SpecialTokens()
     priority: int = 0
@@ -70,6 +71,7 @@ class Job:
     echo_texts: tuple[str, ...] | None  # one per prompt
     n: int
     stop: tuple[Stop, ...]
+    shows_stop: bool = False
     scores_only: bool  # max_tokens = 0: the one token an engine request must have is dropped
     special_tokens: SpecialTokens
     deadline_s: float  # monotonic
@@ -151,6 +153,7 @@ async def admit(
         echo_texts=echo_texts,
         n=request.n,
         stop=tuple(map(Stop, request.stop)),
+        shows_stop=request.shows_stop,
         scores_only=request.max_tokens == 0,
         special_tokens=request.special_tokens,
         deadline_s=deadline_s,

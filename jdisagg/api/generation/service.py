@@ -113,6 +113,7 @@ def read_generate(
         default_max_tokens=DEFAULT_MAX_TOKENS,
         n=request.n or 1,
         stop=tuple(request.stop),
+        shows_stop=request.include_stop_str_in_output,
         echo=request.echo,
         priority=request.priority,
         cache_salt=request.cache_salt,

@@ -57,6 +57,7 @@ _SHARED: dict[str, Any] = {
     "n": _range("integer", 1, MAX_N),
     "seed": _INTEGER | {"description": "-1 is none"},
     "stop": {"oneOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOP_STRINGS}]},
+    "include_stop_str_in_output": _BOOLEAN,
     "max_tokens": _range("integer", 1, _INT32_MAX),
     **{name: _range("number", *bounds) for name, bounds in NUMBERS.items()},
     "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},

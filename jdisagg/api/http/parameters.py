@@ -98,6 +98,7 @@ def read_request(
         max_tokens=_max_tokens(body),
         n=1 if n is None else n,
         stop=body.texts("stop"),
+        shows_stop=body.boolean("include_stop_str_in_output"),
         special_tokens=SpecialTokens(
             add=body.boolean("add_special_tokens", add_special_tokens), skip=body.boolean("skip_special_tokens", True)
         ),

@@ -62,10 +62,7 @@ _EVERYWHERE = (
     Unserved(("random_seed",), "is called seed here", (None, -1)),
     Unserved(("min_new_tokens",), "is called min_tokens here", (None, 0)),
     Unserved(("truncate_prompt_tokens",), "prompts are not cut here; cut it before you send it (POST /tokenize counts)"),
-    Unserved(
-        ("include_stop_str_in_output", "no_stop_trim"),
-        "the text ends before the stop string; leave it out and add stop_reason, which names it",
-    ),
+    Unserved(("no_stop_trim",), "is called include_stop_str_in_output here"),
     Unserved(("stop_regex",), "stop strings are plain text; use stop"),
     Unserved(("prompt_embeds", "input_embeds", "input_ids"), "give the prompt as text; /v1/completions takes token ids, too"),
     Unserved(("return_tokens_as_token_ids",), "logprobs name tokens by their text; use return_token_ids for the ids"),

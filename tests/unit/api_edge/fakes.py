@@ -140,6 +140,7 @@ def choice_text(
     echo_text: str | None = None,
     stop_token_ids: tuple[int, ...] = (),
     skip_special_tokens: bool = True,
+    shows_stop: bool = False,
 ) -> ChoiceText:
     """Of the only choice there is."""
     sampling = SamplingParams(stop_token_ids=stop_token_ids)
@@ -150,6 +151,7 @@ def choice_text(
         echo_texts=None if echo_text is None else (echo_text,),
         n=1,
         stop=(),
+        shows_stop=shows_stop,
         scores_only=False,
         special_tokens=SpecialTokens(skip=skip_special_tokens),
         deadline_s=0.0,

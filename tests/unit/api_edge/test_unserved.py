@@ -27,7 +27,6 @@ REFUSED: list[tuple[str, Any]] = [
     ("length_penalty", 2),
     ("truncate_prompt_tokens", 4),
     ("truncate_prompt_tokens", 0),
-    ("include_stop_str_in_output", True),
     ("no_stop_trim", True),
     ("stop_regex", "a+"),
     ("prompt_embeds", "AAAA"),

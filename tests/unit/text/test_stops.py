@@ -1,4 +1,4 @@
-"""Stop strings are found wherever the text was cut, and nothing of them is shown."""
+"""Stop strings are found wherever the text was cut, and nothing of them is shown, or all of them is."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ from hypothesis import strategies as st
 from jdisagg.text.stops import Stop, StopStrings
 
 
-def _run(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None]:
-    scanner = StopStrings([Stop(stop) for stop in stops])
+def _run(stops: list[str], pieces: list[str], *, are_shown: bool = False) -> tuple[list[str], str | None]:
+    scanner = StopStrings([Stop(stop) for stop in stops], are_shown=are_shown)
     shown = [scanner.push(piece) for piece in pieces]
     return [*shown, scanner.flush()], scanner.matched
 
 
 def test_a_stop_string_across_pieces_is_trimmed() -> None:
     assert _run(["END"], ["abcE", "N", "Dxyz"]) == (["abc", "", "", ""], "END")
+
+
+def test_a_stop_string_that_is_shown_ends_the_text() -> None:
+    assert _run(["END"], ["abcE", "N", "Dxyz", "END"], are_shown=True) == (["abc", "", "END", "", ""], "END")
+    assert _run(["bc", "abc"], ["xabc"], are_shown=True) == (["xabc", ""], "abc")
 
 
 def test_text_that_only_looked_like_a_stop_string_is_released() -> None:
@@ -47,6 +52,8 @@ def test_the_result_does_not_depend_on_the_cuts(text: str, stops: list[str], dat
     assert ("".join(shown), matched) == ("".join(whole), whole_matched)
     assert not any(stop in "".join(shown) for stop in stops)
     assert matched is not None or "".join(shown) == text
+    with_stop, found = _run(stops, pieces, are_shown=True)
+    assert ("".join(with_stop), found) == ("".join(shown) + (matched or ""), matched)
 
 
 def test_a_match_counts_where_it_ends() -> None:
