@@ -34,7 +34,24 @@ from jdisagg.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 EXIT_DONE, EXIT_NOT_DONE, EXIT_BAD_COMMAND = 0, 1, 2
 ANSWER_S = 5.0  # for an answer that waits for nothing
 MOST_WAIT_S = 86_400.0
-_HEADS = ("ROLE", "ADDRESS", "STATE", "OF ROUTER", "RUNNING", "WAITING", "FREE PAGES", "MODEL", "WEIGHTS", "VERSION", "WORKER")
+_HEADS = (
+    *(
+        "ROLE",
+        "ADDRESS",
+        "STATE",
+        "OF ROUTER",
+        "RUNNING",
+        "WAITING",
+        "FREE PAGES",
+        "MODEL",
+        "WEIGHTS",
+        "VERSION",
+        "UPTIME",
+        "HTTP",
+    ),
+    "WORKER",
+)
+_ROUTER = "127.0.0.1:9000"
 _UNKNOWN = "?"  # to a router, or of a worker, of an older version
 
 
@@ -69,23 +86,31 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         return found
 
     of_router = command("list", _list, "the workers of a router, as it sees them")
-    of_router.add_argument("--router", dest="address", default="127.0.0.1:9000", metavar="HOST:PORT", help="(%(default)s)")
-    of_router.add_argument("--json", action="store_true", help="all that is known of these, as JSON")
+    of_router.add_argument("--router", dest="address", default=_ROUTER, metavar="HOST:PORT", help="(%(default)s)")
+    of_router.add_argument("--json", action="store_true", help="all that is known of these, and of those lost lately, as JSON")
     drain = command("drain", _drain, "take no new requests; there is no way back but a restart of the process")
     drain.add_argument(
         "--wait-s", type=float, default=30.0, metavar="S", help="at most so long until what runs has ended (%(default)g)"
     )
+    asked = f"which to ask whether others do its work ({_ROUTER}, if one is there)"
+    drain.add_argument("--router", metavar="HOST:PORT", help=asked)
     state = command("state", _state, "queues, ledgers, streams and the step on the device, as JSON")
     reset = command("reset-cache", _reset_cache, "forget all cached prefixes; requests under way go on")
     for one in (drain, state, reset):
         one.add_argument("address", metavar="HOST:PORT", help="gRPC address of the process, as `list` tells it")
     args = parser.parse_args(list(argv))
-    where = "--router" if args.run is _list else "HOST:PORT"
-    if len(read_addresses(args.address, where)) != 1:
-        raise ConfigError(f"{where}: wanted one address, got {args.address!r}")
+    _check_address(args.address, "--router" if args.run is _list else "HOST:PORT")
+    if args.run is _drain and args.router is not None:
+        _check_address(args.router, "--router")
     if args.run is _drain and not (isfinite(args.wait_s) and 0 <= args.wait_s <= MOST_WAIT_S):
         raise ConfigError(f"--wait-s: wanted 0 to {MOST_WAIT_S:g} seconds, got {args.wait_s:g}")
     return args
+
+
+def _check_address(address: str, where: str) -> None:
+    """Raises ConfigError unless it is one."""
+    if len(read_addresses(address, where)) != 1:
+        raise ConfigError(f"{where}: wanted one address, got {address!r}")
 
 
 def _credentials() -> Credentials:
@@ -96,13 +121,11 @@ def _credentials() -> Credentials:
 
 
 def _list(args: argparse.Namespace, channel: grpc.Channel) -> int:
-    call = fleet_pb2_grpc.FleetServiceStub(channel).List
-    found: fleet_pb2.ListResponse = call(fleet_pb2.ListRequest(), timeout=ANSWER_S)
-    seen = list(zip_longest(found.members, found.standings[: len(found.members)]))
+    found = _ask(channel)
+    seen = _seen(found)
     if args.json:
-        _print(
-            json.dumps([{"member": _as_json(member), "standing": _as_json(standing)} for member, standing in seen], indent=1)
-        )
+        workers = [{"member": _as_json(member), "standing": _as_json(standing)} for member, standing in seen]
+        _print(json.dumps({"workers": workers, "lost": list(map(_as_json, found.lost))}, indent=1))
         return EXIT_DONE
     if not seen:
         _print("no worker is registered")
@@ -111,6 +134,15 @@ def _list(args: argparse.Namespace, channel: grpc.Channel) -> int:
     for lost in found.lost:
         _print(f"lost {_age(lost.ago_ms / 1000)} ago: {told(lost.role)} {told(lost.worker)}, {told(lost.why)}")
     return EXIT_DONE
+
+
+def _ask(channel: grpc.Channel) -> fleet_pb2.ListResponse:
+    return fleet_pb2_grpc.FleetServiceStub(channel).List(fleet_pb2.ListRequest(), timeout=ANSWER_S)
+
+
+def _seen(found: fleet_pb2.ListResponse) -> list[tuple[fleet_pb2.Member, fleet_pb2.Standing | None]]:
+    """Each worker, and what is made of it, if its router tells."""
+    return list(zip_longest(found.members, found.standings[: len(found.members)]))
 
 
 def _print_table(seen: Sequence[tuple[fleet_pb2.Member, fleet_pb2.Standing | None]]) -> None:
@@ -123,7 +155,10 @@ def _print_table(seen: Sequence[tuple[fleet_pb2.Member, fleet_pb2.Standing | Non
 
 
 def _age(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    for unit, length_s in (("days", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length_s:
+            return f"{seconds / length_s:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def _row(member: fleet_pb2.Member, standing: fleet_pb2.Standing | None) -> tuple[str, ...]:
@@ -140,11 +175,15 @@ def _row(member: fleet_pb2.Member, standing: fleet_pb2.Standing | None) -> tuple
         told(member.model),
         told(member.identity.fingerprint[:8]),
         told(member.identity.build) or _UNKNOWN,
+        _age(member.uptime_s) if member.uptime_s > 0 else _UNKNOWN,
+        told(member.http_address) or _UNKNOWN,
         told(member.identity.worker),
     )
 
 
 def _drain(args: argparse.Namespace, channel: grpc.Channel) -> int:
+    if warning := _missing_without(args.address, args.router):
+        _say(warning)
     request = admin_pb2.DrainRequest(deadline_ms=round(args.wait_s * 1000))
     answer: admin_pb2.DrainResponse = admin_pb2_grpc.AdminServiceStub(channel).Drain(request, timeout=args.wait_s + ANSWER_S)
     if answer.unfinished:
@@ -152,6 +191,22 @@ def _drain(args: argparse.Namespace, channel: grpc.Channel) -> int:
         return EXIT_NOT_DONE
     _print(f"{args.address} takes no new requests, and none runs: its process can be ended (SIGTERM)")
     return EXIT_DONE
+
+
+def _missing_without(address: str, router: str | None) -> str:
+    """What is to be said before the worker at `address` drains, by the word of a router; "" = nothing, or none was named and
+    there is none to ask."""
+    credentials, unknown = _credentials(), "it is not known whether others do its work"
+    try:
+        with closing(open_blocking_channel(router or _ROUTER, credentials)) as channel:
+            seen = _seen(_ask(channel))
+    except grpc.RpcError as error:
+        return f"{unknown}: {_why(router, error)}" if router else ""
+    for member, standing in seen:
+        if member.address == address:
+            missing = "" if standing is None else told(standing.missing_without)
+            return f"warning: {told(member.role)} worker {address} drains, and {missing}" if missing else ""
+    return f"{unknown}: router {router} has no worker of address {address}" if router else ""
 
 
 def _state(args: argparse.Namespace, channel: grpc.Channel) -> int:

@@ -34,6 +34,7 @@ class Report:
     draining: bool = False
     not_ready: str = ""  # why it cannot serve now; "" = it can
     alone: bool = False  # a decode worker that reaches none of the prefill workers it knows: others are asked first
+    uptime_s: int = 0  # since it was ready, begun seconds count; 0 = it is too old to say
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +76,8 @@ class Member:
     bits: str = ""  # what it computes, as in `jdisagg.core.bits`
     needs_prefill: bool = False  # a decode worker that never computes prompts and has no prefill worker of its own
     alone: bool = False  # as it said last, see Report
+    http_address: str = ""  # HOST:PORT of its HTTP server; "" = it is too old to say
+    uptime_s: int = 0  # as it said last, see Report
 
     @property
     def key(self) -> Key:
@@ -83,7 +86,8 @@ class Member:
 
     def reporting(self, report: Report) -> Member:
         """The same worker, with what it says now."""
-        return replace(self, load=report.load, draining=report.draining, not_ready=report.not_ready, alone=report.alone)
+        said = {"draining": report.draining, "not_ready": report.not_ready, "alone": report.alone, "uptime_s": report.uptime_s}
+        return replace(self, load=report.load, **said)
 
     @property
     def decodes(self) -> bool:
@@ -111,6 +115,7 @@ class Standing:
     state: State
     why: str  # "" = nothing more to say
     requests: int  # of this router that it has
+    missing_without: str = ""  # what nobody would do any more, did it drain; "" = others do its work, or it does none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

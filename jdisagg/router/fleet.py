@@ -23,11 +23,12 @@ from jdisagg.core.requests import Role
 from jdisagg.router.entry import Entry, Reach, RunStream
 from jdisagg.router.longest import Longest, LongestPrompts
 from jdisagg.router.lots import lot_of, seat_of
+from jdisagg.router.missing import missing_without
 from jdisagg.router.partners import Partners, Usual
 from jdisagg.router.prefixes import NOTHING_KEPT, NOWHERE, Near
 from jdisagg.router.silence import Silence
 from jdisagg.router.standings import standing_among, standings_of
-from jdisagg.router.usable import ANY_REQUEST, NO_WISHES, Needs, Usable, Wishes, usable
+from jdisagg.router.usable import ANY_REQUEST, NO_WISHES, Needs, Usable, Wishes, prefill_of, usable
 from jdisagg.router.worker_cache import WorkerCache
 
 NEAR_SHARE = 1.25  # of the least busy one's requests, that one which may have cached a part of the prompt may have, and besides
@@ -54,7 +55,7 @@ class Fleet:
         by a process that is gone (or both advertise the same address: then the first one has it).
         """
         if (same := self.process(member.address, member.epoch)) is not None:
-            said = Report(member.load, member.draining, member.not_ready, member.alone)
+            said = Report(member.load, member.draining, member.not_ready, member.alone, member.uptime_s)
             same.member, same.last_seen_s = same.member.reporting(said), now_s
             return None
         old = self._entries.get(member.address)
@@ -167,6 +168,10 @@ class Fleet:
         """Everybody, and what is made of each, for operators."""
         return standings_of(self._entries.values(), now_s)
 
+    def missing_without(self, entry: Entry) -> str:
+        """What nobody does any more since this worker drains, in words; "" = others do its work."""
+        return missing_without(entry, self._entries.values())
+
     def _there(self, role: Role) -> list[Entry]:
         partners = Partners(self.members())
         entries = [entry for entry in self._entries.values() if entry.member.role is role]
@@ -213,24 +218,9 @@ class Fleet:
         those = [entry for entry in self._entries.values() if answers is None or entry.member.card.answers == answers]
         return usable(those, self._prefill(by_grammar=needs.by_grammar), needs)
 
-    def missing_without(self, entry: Entry) -> str:
-        """What nobody does any more since this worker drains, in words; "" = others do its work."""
-        if lacks := self.usable(None).lacks:
-            return f"nobody is left for new requests: {lacks}"
-        weights = entry.member.card.fingerprint
-        if entry.member.decodes or any(peer.member.card.fingerprint == weights for peer in self._prefill()):
-            return ""
-        members = [each.member for each in self._entries.values() if each.member.decodes and not each.member.draining]
-        served = [member for member in members if member.card.fingerprint == weights]
-        if not served:
-            return ""
-        do_not = all(member.needs_prefill for member in served)
-        then = "decode workers of these do not, and get no new requests" if do_not else "decode workers do it themselves"
-        return f"no other of its weights computes prompts: {then}"
-
     def _prefill(self, *, by_grammar: bool = False) -> list[Entry]:
         """Prefill workers that take requests; `by_grammar`: those that have one."""
-        there = [entry for entry in self._entries.values() if entry.member.role is Role.PREFILL and not entry.member.draining]
+        there = prefill_of(self._entries.values())
         return [entry for entry in there if entry.member.grammars] if by_grammar else there
 
     def prefill_peers(self, fingerprint: str, needs: Needs, near: Near, kin: bytes = b"", *, bits: str = "") -> list[Entry]:

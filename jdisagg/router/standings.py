@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
 from jdisagg.core.fleet import Member, Standing, State
 from jdisagg.core.requests import Role
 from jdisagg.router.entry import Entry
+from jdisagg.router.missing import missing_without
 from jdisagg.router.partners import Partners, Usual
 
+_AT_WORK = frozenset({State.SERVING, State.SUSPECT, State.UNPAIRED})
 NO_PARTNER = "no prefill worker pairs with it (--local-prefill never)"
 
 
@@ -34,7 +37,20 @@ def standings_of(entries: Iterable[Entry], now_s: float) -> list[tuple[Member, S
         elif not standing.why and usual.lacks(member):
             standing = replace(standing, why=usual.why(member))
         found.append((member, standing))
-    return found
+    return _with_missing(entries, found)
+
+
+def _with_missing(entries: list[Entry], found: list[tuple[Member, Standing]]) -> list[tuple[Member, Standing]]:
+    """With what would be missing without those that are the last of their work: of each role and weights one is asked for."""
+    works = [standing.state in _AT_WORK for _, standing in found]
+    kinds = [(member.role, member.card.fingerprint) for member, _ in found]
+    at_work = Counter(kind for kind, does in zip(kinds, works, strict=True) if does)
+    return [
+        (member, replace(standing, missing_without=missing_without(entry, entries)))
+        if does and at_work[kind] == 1
+        else (member, standing)
+        for entry, (member, standing), does, kind in zip(entries, found, works, kinds, strict=True)
+    ]
 
 
 def _state(entry: Entry, partners: Partners, now_s: float) -> tuple[State, str]:

@@ -3,10 +3,11 @@ operators are told."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from jdisagg.core.requests import Role
 from jdisagg.core.told import first_of
 from jdisagg.router.entry import Entry
 from jdisagg.router.partners import differing
@@ -43,6 +44,11 @@ class Usable(NamedTuple):
     entries: list[Entry]
     lacks: str
     is_too_long: bool = False  # all that lacks is a prefill worker that holds the prompt
+
+
+def prefill_of(entries: Iterable[Entry]) -> list[Entry]:
+    """Prefill workers that take requests."""
+    return [entry for entry in entries if entry.member.role is Role.PREFILL and not entry.member.draining]
 
 
 def usable(entries: Sequence[Entry], prefill: Sequence[Entry], needs: Needs) -> Usable:

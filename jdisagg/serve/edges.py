@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
+from math import ceil
 from time import monotonic
 
 import grpc.aio
@@ -87,15 +89,15 @@ class Edges:
         metrics.set_build(role=config.role, model=self.model_name, version=package_version())
         metrics.set_ready(lambda: self.engine.health().serves)
 
-    async def start(self) -> None:
-        """Answer over HTTP, report health and register with the routers."""
+    async def start(self, http_address: str) -> None:
+        """Answer over HTTP, at `http_address` as others know it, report health and register with the routers."""
         self._front.serve(self._app)
         await self._health.start()
         if self._config.server.router:
             self._fleet = FleetClient(
-                self._member(),
+                self._member(http_address),
                 self._config.server.router,
-                state=self._report,
+                state=partial(self._report, monotonic()),
                 on_prefill=self._deployment.learn_prefill,
                 credentials=Credentials(api_key=self._config.server.api_key),
                 config=self._config.transfer,
@@ -106,11 +108,11 @@ class Edges:
         """Beside the deployment's own, that no router takes it: who replaces ready workers by such ones has to stop."""
         return self._deployment.not_ready_reason() or ("" if self._fleet is None else self._fleet.refusal())
 
-    def _report(self) -> Report:
-        deployment = self._deployment
-        return Report(self.engine.load, self._draining, deployment.cannot_serve(), deployment.is_alone())
+    def _report(self, ready_s: float) -> Report:
+        deployment, uptime_s = self._deployment, max(1, ceil(monotonic() - ready_s))
+        return Report(self.engine.load, self._draining, deployment.cannot_serve(), deployment.is_alone(), uptime_s)
 
-    def _member(self) -> Member:
+    def _member(self, http_address: str) -> Member:
         core = self._deployment.core
         return Member(
             role=Role.UNIFIED if self._config.role == "colocated" else Role(self._config.role),
@@ -125,6 +127,7 @@ class Edges:
             needs_prefill=self._deployment.needs_prefill,
             text_digest=self._text_digest,
             cache_tokens=self._deployment.cache_tokens,
+            http_address=http_address,
         )
 
     def _metrics_text(self) -> str:

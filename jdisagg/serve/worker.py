@@ -70,7 +70,7 @@ async def serve(config: Config, process: Process) -> int:
     watchdog = Watchdog(list(deployment.engines), timeout_s, dead_after_s=dead_after_s)
     watchdog.start()
     await grpc_server.start()
-    await edges.start()
+    await edges.start(advertised(http.address, config.server.advertise_host))
     _install_test_hooks(deployment)
     keep_what_is_there()
     watches = [asyncio.create_task(watch) for watch in (observe_lateness(metrics), end_when_nobody_accepts(process, address))]

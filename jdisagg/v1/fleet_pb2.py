@@ -26,7 +26,7 @@ from jdisagg.v1 import peer_pb2 as jdisagg_dot_v1_dot_peer__pb2
 from jdisagg.v1 import worker_pb2 as jdisagg_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16jdisagg/v1/fleet.proto\x12\njdisagg.v1\x1a\x15jdisagg/v1/peer.proto\x1a\x17jdisagg/v1/worker.proto\"\xb6\x02\n\x06Member\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12&\n\x08identity\x18\x03 \x01(\x0b\x32\x14.jdisagg.v1.Identity\x12\r\n\x05model\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\x05\x12\x1e\n\x04load\x18\x06 \x01(\x0b\x32\x10.jdisagg.v1.Load\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12\x12\n\nvocab_size\x18\x08 \x01(\x05\x12\x15\n\reos_token_ids\x18\t \x03(\x05\x12\x15\n\rneeds_prefill\x18\n \x01(\x08\x12\x13\n\x0btext_digest\x18\x0b \x01(\t\x12\x14\n\x0c\x63\x61\x63he_tokens\x18\x0c \x01(\x03\x12\x11\n\tnot_ready\x18\r \x01(\t\x12\r\n\x05\x61lone\x18\x0e \x01(\x08\"5\n\x0fRegisterRequest\x12\"\n\x06member\x18\x01 \x01(\x0b\x32\x12.jdisagg.v1.Member\"?\n\x10RegisterResponse\x12\x14\n\x0cheartbeat_ms\x18\x01 \x01(\x03\x12\x15\n\rdead_after_ms\x18\x02 \x01(\x03\"\x86\x01\n\x10HeartbeatRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x1e\n\x04load\x18\x03 \x01(\x0b\x32\x10.jdisagg.v1.Load\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12\x11\n\tnot_ready\x18\x05 \x01(\t\x12\r\n\x05\x61lone\x18\x06 \x01(\x08\"d\n\x11HeartbeatResponse\x12\x0f\n\x07leaving\x18\x01 \x01(\x08\x12+\n\x07prefill\x18\x02 \x01(\x0b\x32\x1a.jdisagg.v1.PrefillWorkers\x12\x11\n\tunreached\x18\x03 \x01(\t\"#\n\x0ePrefillWorkers\x12\x11\n\taddresses\x18\x01 \x03(\t\"\r\n\x0bListRequest\"\x82\x01\n\x0cListResponse\x12#\n\x07members\x18\x01 \x03(\x0b\x32\x12.jdisagg.v1.Member\x12\'\n\tstandings\x18\x02 \x03(\x0b\x32\x14.jdisagg.v1.Standing\x12$\n\x04lost\x18\x03 \x03(\x0b\x32\x16.jdisagg.v1.LostWorker\"8\n\x08Standing\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0b\n\x03why\x18\x02 \x01(\t\x12\x10\n\x08requests\x18\x03 \x01(\x05\"G\n\nLostWorker\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x0b\n\x03why\x18\x03 \x01(\t\x12\x0e\n\x06\x61go_ms\x18\x04 \x01(\x03\x32\xda\x01\n\x0c\x46leetService\x12\x45\n\x08Register\x12\x1b.jdisagg.v1.RegisterRequest\x1a\x1c.jdisagg.v1.RegisterResponse\x12H\n\tHeartbeat\x12\x1c.jdisagg.v1.HeartbeatRequest\x1a\x1d.jdisagg.v1.HeartbeatResponse\x12\x39\n\x04List\x12\x17.jdisagg.v1.ListRequest\x1a\x18.jdisagg.v1.ListResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16jdisagg/v1/fleet.proto\x12\njdisagg.v1\x1a\x15jdisagg/v1/peer.proto\x1a\x17jdisagg/v1/worker.proto\"\xde\x02\n\x06Member\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12&\n\x08identity\x18\x03 \x01(\x0b\x32\x14.jdisagg.v1.Identity\x12\r\n\x05model\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\x05\x12\x1e\n\x04load\x18\x06 \x01(\x0b\x32\x10.jdisagg.v1.Load\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12\x12\n\nvocab_size\x18\x08 \x01(\x05\x12\x15\n\reos_token_ids\x18\t \x03(\x05\x12\x15\n\rneeds_prefill\x18\n \x01(\x08\x12\x13\n\x0btext_digest\x18\x0b \x01(\t\x12\x14\n\x0c\x63\x61\x63he_tokens\x18\x0c \x01(\x03\x12\x11\n\tnot_ready\x18\r \x01(\t\x12\r\n\x05\x61lone\x18\x0e \x01(\x08\x12\x14\n\x0chttp_address\x18\x0f \x01(\t\x12\x10\n\x08uptime_s\x18\x10 \x01(\x03\"5\n\x0fRegisterRequest\x12\"\n\x06member\x18\x01 \x01(\x0b\x32\x12.jdisagg.v1.Member\"?\n\x10RegisterResponse\x12\x14\n\x0cheartbeat_ms\x18\x01 \x01(\x03\x12\x15\n\rdead_after_ms\x18\x02 \x01(\x03\"\x98\x01\n\x10HeartbeatRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x1e\n\x04load\x18\x03 \x01(\x0b\x32\x10.jdisagg.v1.Load\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12\x11\n\tnot_ready\x18\x05 \x01(\t\x12\r\n\x05\x61lone\x18\x06 \x01(\x08\x12\x10\n\x08uptime_s\x18\x07 \x01(\x03\"d\n\x11HeartbeatResponse\x12\x0f\n\x07leaving\x18\x01 \x01(\x08\x12+\n\x07prefill\x18\x02 \x01(\x0b\x32\x1a.jdisagg.v1.PrefillWorkers\x12\x11\n\tunreached\x18\x03 \x01(\t\"#\n\x0ePrefillWorkers\x12\x11\n\taddresses\x18\x01 \x03(\t\"\r\n\x0bListRequest\"\x82\x01\n\x0cListResponse\x12#\n\x07members\x18\x01 \x03(\x0b\x32\x12.jdisagg.v1.Member\x12\'\n\tstandings\x18\x02 \x03(\x0b\x32\x14.jdisagg.v1.Standing\x12$\n\x04lost\x18\x03 \x03(\x0b\x32\x16.jdisagg.v1.LostWorker\"Q\n\x08Standing\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0b\n\x03why\x18\x02 \x01(\t\x12\x10\n\x08requests\x18\x03 \x01(\x05\x12\x17\n\x0fmissing_without\x18\x04 \x01(\t\"G\n\nLostWorker\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x0b\n\x03why\x18\x03 \x01(\t\x12\x0e\n\x06\x61go_ms\x18\x04 \x01(\x03\x32\xda\x01\n\x0c\x46leetService\x12\x45\n\x08Register\x12\x1b.jdisagg.v1.RegisterRequest\x1a\x1c.jdisagg.v1.RegisterResponse\x12H\n\tHeartbeat\x12\x1c.jdisagg.v1.HeartbeatRequest\x1a\x1d.jdisagg.v1.HeartbeatResponse\x12\x39\n\x04List\x12\x17.jdisagg.v1.ListRequest\x1a\x18.jdisagg.v1.ListResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,25 +34,25 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'jdisagg.v1.fleet_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_MEMBER']._serialized_start=87
-  _globals['_MEMBER']._serialized_end=397
-  _globals['_REGISTERREQUEST']._serialized_start=399
-  _globals['_REGISTERREQUEST']._serialized_end=452
-  _globals['_REGISTERRESPONSE']._serialized_start=454
-  _globals['_REGISTERRESPONSE']._serialized_end=517
-  _globals['_HEARTBEATREQUEST']._serialized_start=520
-  _globals['_HEARTBEATREQUEST']._serialized_end=654
-  _globals['_HEARTBEATRESPONSE']._serialized_start=656
-  _globals['_HEARTBEATRESPONSE']._serialized_end=756
-  _globals['_PREFILLWORKERS']._serialized_start=758
-  _globals['_PREFILLWORKERS']._serialized_end=793
-  _globals['_LISTREQUEST']._serialized_start=795
-  _globals['_LISTREQUEST']._serialized_end=808
-  _globals['_LISTRESPONSE']._serialized_start=811
-  _globals['_LISTRESPONSE']._serialized_end=941
-  _globals['_STANDING']._serialized_start=943
-  _globals['_STANDING']._serialized_end=999
-  _globals['_LOSTWORKER']._serialized_start=1001
-  _globals['_LOSTWORKER']._serialized_end=1072
-  _globals['_FLEETSERVICE']._serialized_start=1075
-  _globals['_FLEETSERVICE']._serialized_end=1293
+  _globals['_MEMBER']._serialized_end=437
+  _globals['_REGISTERREQUEST']._serialized_start=439
+  _globals['_REGISTERREQUEST']._serialized_end=492
+  _globals['_REGISTERRESPONSE']._serialized_start=494
+  _globals['_REGISTERRESPONSE']._serialized_end=557
+  _globals['_HEARTBEATREQUEST']._serialized_start=560
+  _globals['_HEARTBEATREQUEST']._serialized_end=712
+  _globals['_HEARTBEATRESPONSE']._serialized_start=714
+  _globals['_HEARTBEATRESPONSE']._serialized_end=814
+  _globals['_PREFILLWORKERS']._serialized_start=816
+  _globals['_PREFILLWORKERS']._serialized_end=851
+  _globals['_LISTREQUEST']._serialized_start=853
+  _globals['_LISTREQUEST']._serialized_end=866
+  _globals['_LISTRESPONSE']._serialized_start=869
+  _globals['_LISTRESPONSE']._serialized_end=999
+  _globals['_STANDING']._serialized_start=1001
+  _globals['_STANDING']._serialized_end=1082
+  _globals['_LOSTWORKER']._serialized_start=1084
+  _globals['_LOSTWORKER']._serialized_end=1155
+  _globals['_FLEETSERVICE']._serialized_start=1158
+  _globals['_FLEETSERVICE']._serialized_end=1376
 # @@protoc_insertion_point(module_scope)

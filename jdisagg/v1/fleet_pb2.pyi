@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Member(_message.Message):
-    __slots__ = ("role", "address", "identity", "model", "max_model_len", "load", "draining", "vocab_size", "eos_token_ids", "needs_prefill", "text_digest", "cache_tokens", "not_ready", "alone")
+    __slots__ = ("role", "address", "identity", "model", "max_model_len", "load", "draining", "vocab_size", "eos_token_ids", "needs_prefill", "text_digest", "cache_tokens", "not_ready", "alone", "http_address", "uptime_s")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,8 @@ class Member(_message.Message):
     CACHE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NOT_READY_FIELD_NUMBER: _ClassVar[int]
     ALONE_FIELD_NUMBER: _ClassVar[int]
+    HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     role: str
     address: str
     identity: _peer_pb2.Identity
@@ -38,7 +40,9 @@ class Member(_message.Message):
     cache_tokens: int
     not_ready: str
     alone: bool
-    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., identity: _Optional[_Union[_peer_pb2.Identity, _Mapping]] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., draining: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., needs_prefill: _Optional[bool] = ..., text_digest: _Optional[str] = ..., cache_tokens: _Optional[int] = ..., not_ready: _Optional[str] = ..., alone: _Optional[bool] = ...) -> None: ...
+    http_address: str
+    uptime_s: int
+    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., identity: _Optional[_Union[_peer_pb2.Identity, _Mapping]] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., draining: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., needs_prefill: _Optional[bool] = ..., text_digest: _Optional[str] = ..., cache_tokens: _Optional[int] = ..., not_ready: _Optional[str] = ..., alone: _Optional[bool] = ..., http_address: _Optional[str] = ..., uptime_s: _Optional[int] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("member",)
@@ -55,20 +59,22 @@ class RegisterResponse(_message.Message):
     def __init__(self, heartbeat_ms: _Optional[int] = ..., dead_after_ms: _Optional[int] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("address", "epoch", "load", "draining", "not_ready", "alone")
+    __slots__ = ("address", "epoch", "load", "draining", "not_ready", "alone", "uptime_s")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     NOT_READY_FIELD_NUMBER: _ClassVar[int]
     ALONE_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     address: str
     epoch: str
     load: _worker_pb2.Load
     draining: bool
     not_ready: str
     alone: bool
-    def __init__(self, address: _Optional[str] = ..., epoch: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., draining: _Optional[bool] = ..., not_ready: _Optional[str] = ..., alone: _Optional[bool] = ...) -> None: ...
+    uptime_s: int
+    def __init__(self, address: _Optional[str] = ..., epoch: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., draining: _Optional[bool] = ..., not_ready: _Optional[str] = ..., alone: _Optional[bool] = ..., uptime_s: _Optional[int] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
     __slots__ = ("leaving", "prefill", "unreached")
@@ -101,14 +107,16 @@ class ListResponse(_message.Message):
     def __init__(self, members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., standings: _Optional[_Iterable[_Union[Standing, _Mapping]]] = ..., lost: _Optional[_Iterable[_Union[LostWorker, _Mapping]]] = ...) -> None: ...
 
 class Standing(_message.Message):
-    __slots__ = ("state", "why", "requests")
+    __slots__ = ("state", "why", "requests", "missing_without")
     STATE_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_WITHOUT_FIELD_NUMBER: _ClassVar[int]
     state: str
     why: str
     requests: int
-    def __init__(self, state: _Optional[str] = ..., why: _Optional[str] = ..., requests: _Optional[int] = ...) -> None: ...
+    missing_without: str
+    def __init__(self, state: _Optional[str] = ..., why: _Optional[str] = ..., requests: _Optional[int] = ..., missing_without: _Optional[str] = ...) -> None: ...
 
 class LostWorker(_message.Message):
     __slots__ = ("role", "worker", "why", "ago_ms")

@@ -73,6 +73,8 @@ def decode_member(message: fleet_pb2.Member) -> Member:
         bits=told(identity.bits),
         cache_tokens=max(0, message.cache_tokens),
         not_ready=told(message.not_ready),
+        http_address=told(message.http_address),
+        uptime_s=max(0, message.uptime_s),
     )
 
 

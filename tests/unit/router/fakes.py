@@ -121,6 +121,7 @@ class FakeWorker:
         self.engine = ArithmeticEngine()
         self.draining = False
         self.not_ready = ""
+        self.uptime_s = 0
         self.prefill: dict[str, tuple[str, ...]] = {}  # by router, as last told
         self._routers = routers
         self._role = role
@@ -149,7 +150,7 @@ class FakeWorker:
         self.registration = FleetClient(
             described,
             self._routers,
-            state=lambda: Report(self.engine.load, self.draining, self.not_ready),
+            state=lambda: Report(self.engine.load, self.draining, self.not_ready, uptime_s=self.uptime_s),
             on_prefill=self.prefill.__setitem__,
         )
         return self

@@ -68,7 +68,9 @@ def test_list_shows_every_worker_with_its_state_its_load_and_why_it_does_not_ser
         router = await Router().start()
         assert await run("list", "--router", router.address) == 0
         assert capsys.readouterr().out == "no worker is registered\n"
-        well, unready = FakeWorker((router.address,), build="1.2"), FakeWorker((router.address,), name="demo")
+        well = FakeWorker((router.address,), build="1.2", http_address="10.0.0.3:8001")
+        unready = FakeWorker((router.address,), name="demo")
+        well.uptime_s = 7300
         prefill = FakeWorker((router.address,), Role.PREFILL)
         unready.not_ready = WHY
         for worker in (well, unready, prefill):
@@ -77,12 +79,13 @@ def test_list_shows_every_worker_with_its_state_its_load_and_why_it_does_not_ser
         assert await run("list", "--router", router.address) == 0
         lines = capsys.readouterr().out.splitlines()
         assert (
-            lines[0].split() == "ROLE ADDRESS STATE OF ROUTER RUNNING WAITING FREE PAGES MODEL WEIGHTS VERSION WORKER".split()
+            lines[0].split()
+            == "ROLE ADDRESS STATE OF ROUTER RUNNING WAITING FREE PAGES MODEL WEIGHTS VERSION UPTIME HTTP WORKER".split()
         )
         rows = {row.split()[1]: row.split() for row in lines[1:] if not row.startswith(" ")}
         assert rows[well.address][:7] == ["decode", well.address, "serving", "0", "0", "0", "10/10"]
-        assert rows[well.address][7:10] == ["demo", "weights-", "1.2"]
-        assert rows[unready.address][9] == "?", "of a version that does not say"
+        assert rows[well.address][7:13] == ["demo", "weights-", "1.2", "2", "h", "10.0.0.3:8001"]
+        assert rows[unready.address][9:12] == ["?", "?", "?"], "of a version that does not say"
         assert rows[unready.address][2] == "not-ready"
         assert rows[prefill.address][:3] == ["prefill", prefill.address, "serving"]
         assert len(lines) == 5
@@ -92,10 +95,13 @@ def test_list_shows_every_worker_with_its_state_its_load_and_why_it_does_not_ser
             assert f'jdisagg_worker_states{{role="decode",state="{state}"}} {count}.0' in metrics
         assert 'jdisagg_worker_states{role="prefill",state="serving"} 1.0' in metrics
         assert await run("list", "--router", router.address, "--json") == 0
-        found = {worker["member"]["address"]: worker for worker in json.loads(capsys.readouterr().out)}
-        assert found[unready.address]["standing"] == {"state": "not-ready", "why": WHY, "requests": 0}
+        told = json.loads(capsys.readouterr().out)
+        found = {worker["member"]["address"]: worker for worker in told["workers"]}
+        assert found[unready.address]["standing"] == {"state": "not-ready", "why": WHY, "requests": 0, "missing_without": ""}
+        assert (len(found), told["lost"]) == (3, [])
         assert found[well.address]["member"]["load"]["free_pages"] == 10
         assert found[well.address]["member"]["identity"]["build"] == "1.2"
+        assert found[well.address]["member"]["uptime_s"] == "7300"
         await stop(router, well, unready, prefill)
 
     run_quiet(body())
@@ -129,6 +135,11 @@ def test_list_names_below_the_table_who_was_lost_and_not_who_has_left_or_is_back
         why = "its heartbeats stopped" if role is Role.PREFILL else "its stream broke \\(.+\\)|it closed its stream"
         assert len(below) == 1
         assert re.fullmatch(rf"lost \d s ago: {role.value} fake @ {dies.address}, ({why})", below[0])
+        assert await run("list", "--router", router.address, "--json") == 0
+        [lost] = json.loads(capsys.readouterr().out)["lost"]
+        assert (lost["role"], lost["worker"]) == (role.value, f"fake @ {dies.address}")
+        assert re.fullmatch(why, lost["why"])
+        assert 0 <= int(lost["ago_ms"]) < 10_000
         await dies.start(dies.port)
         await until(lambda: len(router.engine.workers.members()) == 2)
         await until(lambda: role is Role.PREFILL or router.linked() == 2)

@@ -24,10 +24,11 @@ def test_a_process_that_registers_again_is_heard_and_stays_what_it_was() -> None
     fleet.register(MEMBER, 10.0)
     (entry,) = fleet.entries()
     entry.pending, entry.pending_tokens = 2, 30
-    other = replace(member(MEMBER, max_model_len=80, draining=True, not_ready="it loads"), role=Role.PREFILL, text_digest="x")
+    says = {"draining": True, "not_ready": "it loads", "uptime_s": 7}
+    other = replace(member(MEMBER, max_model_len=80, **says), role=Role.PREFILL, text_digest="x")
     assert fleet.register(other, 11.0) is None
     assert fleet.entries() == [entry], "what it has of ours is still counted"
-    assert fleet.members() == [replace(MEMBER, draining=True, not_ready="it loads")]
+    assert fleet.members() == [member(MEMBER, **says)]
     assert fleet.evict(12.0) == []
     assert fleet.evict(12.1) == [entry]
     assert fleet.members() == []

@@ -99,7 +99,8 @@ def test_a_decode_worker_that_never_computes_prompts_is_ready_where_a_prefill_wo
     fleet.link(entry, NOW_S)
     is_ready = partner == "there"
     state, why = (State.SERVING, "") if is_ready else (State.NOT_READY, NO_PARTNER)
-    assert dict(fleet.standings(NOW_S))[needy] == Standing(state, why, 0)
+    found = dict(fleet.standings(NOW_S))[needy]
+    assert (found.state, found.why, found.requests) == (state, why, 0)
     assert fleet.count(Role.DECODE) == is_ready
     assert fleet.count_states(NOW_S)[Role.DECODE, State.NOT_READY] == (not is_ready)
 
@@ -114,7 +115,8 @@ def test_a_worker_with_other_weights_than_all_on_the_other_side_is_unpaired_and_
     for entry in fleet.entries():
         fleet.link(entry, NOW_S)
     found = {one.address: standing for one, standing in fleet.standings(NOW_S)}
-    assert found["p:1"] == found["d:1"] == Standing(State.SERVING, "", 0)
+    for address in ("p:1", "d:1"):
+        assert (found[address].state, found[address].why, found[address].requests) == (State.SERVING, "", 0)
     prefill, decode = ("bb", "aa") if role is Role.PREFILL else ("aa", "bb")
     assert found["odd:1"].state is State.UNPAIRED
     assert found["odd:1"].why.endswith(f": weights.layers (prefill {prefill}, decode {decode}) must be the same on both")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.core.bits import UNLIKE_REQUESTS, UNLIKE_TOKENS
-from jdisagg.core.fleet import Member, Standing, State
+from jdisagg.core.fleet import Member, State
 from jdisagg.core.requests import Output, Role
 from jdisagg.router.fleet import Fleet
 from jdisagg.router.flight import Flight
@@ -97,7 +97,8 @@ def test_fleet_list_says_so_of_one_that_serves_and_the_metric_counts_it() -> Non
     for entry in fleet.entries():
         fleet.link(entry, NOW_S)
     found = {one.address: standing for one, standing in fleet.standings(NOW_S)}
-    assert found["h:1"] == found["h:2"] == Standing(State.SERVING, "", 0)
+    for address in ("h:1", "h:2"):
+        assert (found[address].state, found[address].why, found[address].requests) == (State.SERVING, "", 0)
     assert found["h:3"].state is State.SERVING
     assert found["h:3"].why.startswith(f"bits {B}, where 2 workers of its weights compute {A}: a stream that moves")
     assert fleet.count_unlike() == {Role.DECODE: 1}
