@@ -23,7 +23,7 @@ from jdisagg.api.http.forced_calls import with_forced
 from jdisagg.api.http.messages import render_prompt
 from jdisagg.api.http.parameters import LENGTH, ResponseOptions, admit, read_options, read_request, read_sampling
 from jdisagg.api.http.request_id import request_id_of
-from jdisagg.api.http.shapes import chat_logprobs, envelope
+from jdisagg.api.http.shapes import chat_logprobs, envelope, prompt_logprobs
 from jdisagg.api.http.unserved import CHAT_FIELDS, refuse_unserved
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import MAX_LOGPROBS
@@ -36,10 +36,11 @@ async def answer_chat(edge: Edge, request: Request) -> Response:
     body = await read_body(request)
     options = read_options(request, body)
     num_top = _read_top_logprobs(body)
+    num_prompt_top = _read_prompt_logprobs(body, stream=options.stream)
     read = partial(read_chat, body, edge, num_top, request_id_of(request, body), time.monotonic())
     text_request = await edge.long_texts.run(read, body.num_bytes) if body.is_long else read()
     job = await admit(edge, request, body, text_request)
-    answer = _Answer(edge, job, options, num_top=num_top, make_reader=reader_of(body, edge))
+    answer = _Answer(edge, job, options, num_top=num_top, num_prompt_top=num_prompt_top, make_reader=reader_of(body, edge))
     del body, read, text_request  # of megabytes perhaps, and the answer may take minutes
     if options.stream:
         return await open_stream(request, answer.events())
@@ -72,6 +73,15 @@ def _read_top_logprobs(body: Body) -> int | None:
     return (num_top or 0) if wanted else None
 
 
+def _read_prompt_logprobs(body: Body, *, stream: bool) -> int | None:
+    """Alternatives per token of the prompt; None = it is not scored."""
+    num_top = body.integer("prompt_logprobs")
+    if stream and num_top is not None:  # a chunk has no place for them, as in vLLM
+        told = "prompt_logprobs: are part of an answer that does not stream; leave out one of the two, or use /v1/completions"
+        raise InvalidRequest(told, field="prompt_logprobs")
+    return num_top
+
+
 class _Answer:
     """Writes one job's answer."""
 
@@ -82,12 +92,14 @@ class _Answer:
         options: ResponseOptions,
         *,
         num_top: int | None,
+        num_prompt_top: int | None,
         make_reader: Callable[[], MessageReader],
     ) -> None:
         self._edge = edge
         self._job = job
         self._options = options
         self._num_top = num_top
+        self._num_prompt_top = num_prompt_top
         self._readers = [make_reader() for _ in job.requests]  # one per choice
         self._nothing = self._readers[0].nothing
         self._is_text = isinstance(self._readers[0], TextReader)
@@ -112,6 +124,9 @@ class _Answer:
         answer = self._envelope("chat.completion", choices, transcript.fingerprint)
         if self._options.return_token_ids:
             answer["prompt_token_ids"] = self._job.requests[0].prompt_token_ids
+        if self._num_prompt_top is not None:
+            scored = transcript.choices[0].prompt_logprobs
+            answer["prompt_logprobs"] = prompt_logprobs(self._edge.tokenizer, scored, self._num_prompt_top)
         return self._options.with_totals(answer, transcript)
 
     def _count(self, index: int) -> None:
@@ -174,4 +189,6 @@ class _Answer:
         return self._envelope("chat.completion.chunk", [choice], delta.fingerprint)
 
     def _logprobs(self, tokens: list[ScoredToken] | tuple[ScoredToken, ...]) -> dict[str, Any] | None:
-        return None if self._num_top is None else chat_logprobs(self._edge.tokenizer, tokens, self._num_top)
+        if self._num_top is None:
+            return None
+        return chat_logprobs(self._edge.tokenizer, tokens, self._num_top, as_ids=self._options.tokens_as_ids)

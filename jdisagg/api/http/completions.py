@@ -133,7 +133,8 @@ class _Answer:
         }
         echoed = choice.prompt_logprobs if self._job.echo_texts is not None else ()
         if self._num_top is not None:
-            shown["logprobs"] = completion_logprobs(self._edge.tokenizer, [*echoed, *choice.logprobs], self._num_top)
+            scored, as_ids = [*echoed, *choice.logprobs], self._options.tokens_as_ids
+            shown["logprobs"] = completion_logprobs(self._edge.tokenizer, scored, self._num_top, as_ids=as_ids)
         if choice.prompt_logprobs and self._num_prompt_top is not None:
             shown["prompt_logprobs"] = prompt_logprobs(self._edge.tokenizer, choice.prompt_logprobs, self._num_prompt_top)
         if self._options.return_token_ids:

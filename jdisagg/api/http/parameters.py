@@ -34,6 +34,7 @@ class ResponseOptions:
     include_usage: bool
     continuous_usage: bool  # in each chunk, of what has come so far
     return_token_ids: bool
+    tokens_as_ids: bool  # in log-probabilities
     provenance: bool  # where the KV came from, under the key "jdisagg"
 
     @property
@@ -64,7 +65,7 @@ class ResponseOptions:
 
 
 def read_options(request: Request, body: Body) -> ResponseOptions:
-    """`stream`, `stream_options`, `return_token_ids`, and a header."""
+    """`stream`, `stream_options`, `return_token_ids`, `return_tokens_as_token_ids`, and a header."""
     stream, given = body.boolean("stream"), body.object("stream_options")
     stream_options = Body(given, where="stream_options.")
     if given and not stream:
@@ -77,6 +78,7 @@ def read_options(request: Request, body: Body) -> ResponseOptions:
         include_usage=include_usage,
         continuous_usage=continuous_usage,
         return_token_ids=body.boolean("return_token_ids"),
+        tokens_as_ids=body.boolean("return_tokens_as_token_ids"),
         provenance=request.headers.get(PROVENANCE_HEADER) == "1",
     )
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -58,21 +59,25 @@ def whole_calls(parts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in part.items() if name != "index"} for part in parts]
 
 
-def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[ScoredToken], num_top: int) -> dict[str, Any]:
-    """`logprobs` of /v1/completions: four parallel lists. Alternatives that spell the same text keep the likelier one."""
+def completion_logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[ScoredToken], num_top: int, *, as_ids: bool = False
+) -> dict[str, Any]:
+    """`logprobs` of /v1/completions: four parallel lists. Alternatives that spell the same text keep the likelier one.
+    `as_ids`: tokens are named by their ids."""
+    name = _id_name if as_ids else tokenizer.token_text
     return {
-        "tokens": [tokenizer.token_text(token.token_id) for token in tokens],
+        "tokens": [name(token.token_id) for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
-        "top_logprobs": [_alternatives(tokenizer, token, num_top) for token in tokens],
+        "top_logprobs": [_alternatives(name, token, num_top) for token in tokens],
         "text_offset": [token.text_offset for token in tokens],
     }
 
 
-def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[ScoredToken], num_top: int) -> dict[str, Any]:
-    """`logprobs` of /v1/chat/completions."""
+def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[ScoredToken], num_top: int, *, as_ids: bool = False) -> dict[str, Any]:
+    """`logprobs` of /v1/chat/completions; `as_ids` as in `completion_logprobs`."""
+    entry = partial(_entry, tokenizer, as_ids)
     content = [
-        _entry(tokenizer, token.token_id, token.logprob)
-        | {"top_logprobs": [_entry(tokenizer, *alternative) for alternative in token.top[:num_top]]}
+        entry(token.token_id, token.logprob) | {"top_logprobs": [entry(*alternative) for alternative in token.top[:num_top]]}
         for token in tokens
     ]
     return {"content": content, "refusal": None}
@@ -83,19 +88,25 @@ def prompt_logprobs(tokenizer: Tokenizer, tokens: Sequence[ScoredToken], num_top
     return [None if token.logprob is None else _ranked(tokenizer, token, num_top) for token in tokens]
 
 
-def _alternatives(tokenizer: Tokenizer, token: ScoredToken, num_top: int) -> dict[str, float] | None:
+def _id_name(token_id: int) -> str:
+    """As vLLM has it."""
+    return f"token_id:{token_id}"
+
+
+def _alternatives(name: Callable[[int], str], token: ScoredToken, num_top: int) -> dict[str, float] | None:
     """The chosen token is always among them, as OpenAI has it."""
     if token.logprob is None:
         return None
     shown: dict[str, float] = {}
     for token_id, logprob in (*token.top[:num_top], (token.token_id, token.logprob)):
-        shown.setdefault(tokenizer.token_text(token_id), logprob)
+        shown.setdefault(name(token_id), logprob)
     return shown
 
 
-def _entry(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> dict[str, Any]:
+def _entry(tokenizer: Tokenizer, as_ids: bool, token_id: int, logprob: float | None) -> dict[str, Any]:
     spelled = tokenizer.token_bytes(token_id)
-    return {"token": spelled.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(spelled)}
+    name = _id_name(token_id) if as_ids else spelled.decode("utf-8", "replace")
+    return {"token": name, "logprob": logprob, "bytes": list(spelled)}
 
 
 def _ranked(tokenizer: Tokenizer, token: ScoredToken, num_top: int) -> dict[str, Any]:
