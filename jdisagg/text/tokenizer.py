@@ -89,11 +89,16 @@ class Tokenizer:
         what = [sorted(vocabulary.items()), sorted(self.special_tokens.items()), sorted(self._templates.items())]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids of `text`; `add_special_tokens` puts BOS / EOS around it where the model was trained so."""
+    def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> tuple[int, ...]:
+        """Token ids of `text`; `add_special_tokens` puts BOS / EOS around it where the model was trained so. `most`: of more of
+        them those around it and its last ones."""
         # of the library's functions only those for batches let other threads run: a megabyte takes a second
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return tuple(encoding.ids)
+        if most is None or len(encoding.ids) <= most:
+            return tuple(encoding.ids)
+        of_text = [index for index, is_around in enumerate(encoding.special_tokens_mask) if not is_around]
+        left_out = set(of_text[: len(encoding.ids) - most])
+        return tuple([token_id for index, token_id in enumerate(encoding.ids) if index not in left_out][:most])
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; invalid UTF-8 becomes U+FFFD."""

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from jdisagg.v1 import common_pb2 as jdisagg_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bjdisagg/v1/generation.proto\x12\njdisagg.v1\x1a\x17jdisagg/v1/common.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\x98\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.jdisagg.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.jdisagg.v1.SamplingParams\x12\t\n\x01n\x18\x06 \x01(\x05\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x0c\n\x04\x65\x63ho\x18\n \x01(\x08\x12\"\n\x1ainclude_stop_str_in_output\x18\x0b \x01(\x08\x42\x08\n\x06prompt\"\xc0\x01\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.jdisagg.v1.TokenLogprob\x12\x31\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x18.jdisagg.v1.TokenLogprob\x12(\n\x06\x66inish\x18\x06 \x01(\x0e\x32\x18.jdisagg.v1.FinishReason\"\x9c\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12(\n\x06\x66inish\x18\x04 \x01(\x0e\x32\x18.jdisagg.v1.FinishReason\x12\x0c\n\x04stop\x18\x05 \x01(\t\x12*\n\nprovenance\x18\x06 \x01(\x0b\x32\x16.jdisagg.v1.Provenance\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\"Q\n\x08\x43omplete\x12#\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x12.jdisagg.v1.Choice\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.jdisagg.v1.Usage\"}\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\"\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x11.jdisagg.v1.DeltaH\x00\x12(\n\x08\x63omplete\x18\x03 \x01(\x0b\x32\x14.jdisagg.v1.CompleteH\x00\x42\x07\n\x05\x65vent\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x93\x01\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\x05\x12\x12\n\nvocab_size\x18\x03 \x01(\x05\x12\x15\n\reos_token_ids\x18\x04 \x03(\x05\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x32\xe1\x01\n\x11GenerationService\x12G\n\x08Generate\x12\x1b.jdisagg.v1.GenerateRequest\x1a\x1c.jdisagg.v1.GenerateResponse0\x01\x12<\n\x05\x41\x62ort\x12\x18.jdisagg.v1.AbortRequest\x1a\x19.jdisagg.v1.AbortResponse\x12\x45\n\x08GetModel\x12\x1b.jdisagg.v1.GetModelRequest\x1a\x1c.jdisagg.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bjdisagg/v1/generation.proto\x12\njdisagg.v1\x1a\x17jdisagg/v1/common.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\xb8\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.jdisagg.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.jdisagg.v1.SamplingParams\x12\t\n\x01n\x18\x06 \x01(\x05\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x0c\n\x04\x65\x63ho\x18\n \x01(\x08\x12\"\n\x1ainclude_stop_str_in_output\x18\x0b \x01(\x08\x12\x1e\n\x16truncate_prompt_tokens\x18\x0c \x01(\x05\x42\x08\n\x06prompt\"\xc0\x01\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.jdisagg.v1.TokenLogprob\x12\x31\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x18.jdisagg.v1.TokenLogprob\x12(\n\x06\x66inish\x18\x06 \x01(\x0e\x32\x18.jdisagg.v1.FinishReason\"\x9c\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12(\n\x06\x66inish\x18\x04 \x01(\x0e\x32\x18.jdisagg.v1.FinishReason\x12\x0c\n\x04stop\x18\x05 \x01(\t\x12*\n\nprovenance\x18\x06 \x01(\x0b\x32\x16.jdisagg.v1.Provenance\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\"Q\n\x08\x43omplete\x12#\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x12.jdisagg.v1.Choice\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.jdisagg.v1.Usage\"}\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\"\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x11.jdisagg.v1.DeltaH\x00\x12(\n\x08\x63omplete\x18\x03 \x01(\x0b\x32\x14.jdisagg.v1.CompleteH\x00\x42\x07\n\x05\x65vent\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x93\x01\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\x05\x12\x12\n\nvocab_size\x18\x03 \x01(\x05\x12\x15\n\reos_token_ids\x18\x04 \x03(\x05\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x32\xe1\x01\n\x11GenerationService\x12G\n\x08Generate\x12\x1b.jdisagg.v1.GenerateRequest\x1a\x1c.jdisagg.v1.GenerateResponse0\x01\x12<\n\x05\x41\x62ort\x12\x18.jdisagg.v1.AbortRequest\x1a\x19.jdisagg.v1.AbortResponse\x12\x45\n\x08GetModel\x12\x1b.jdisagg.v1.GetModelRequest\x1a\x1c.jdisagg.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,25 +35,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=68
   _globals['_TOKENIDS']._serialized_end=91
   _globals['_GENERATEREQUEST']._serialized_start=94
-  _globals['_GENERATEREQUEST']._serialized_end=374
-  _globals['_DELTA']._serialized_start=377
-  _globals['_DELTA']._serialized_end=569
-  _globals['_CHOICE']._serialized_start=572
-  _globals['_CHOICE']._serialized_end=728
-  _globals['_USAGE']._serialized_start=730
-  _globals['_USAGE']._serialized_end=810
-  _globals['_COMPLETE']._serialized_start=812
-  _globals['_COMPLETE']._serialized_end=893
-  _globals['_GENERATERESPONSE']._serialized_start=895
-  _globals['_GENERATERESPONSE']._serialized_end=1020
-  _globals['_ABORTREQUEST']._serialized_start=1022
-  _globals['_ABORTREQUEST']._serialized_end=1056
-  _globals['_ABORTRESPONSE']._serialized_start=1058
-  _globals['_ABORTRESPONSE']._serialized_end=1073
-  _globals['_GETMODELREQUEST']._serialized_start=1075
-  _globals['_GETMODELREQUEST']._serialized_end=1107
-  _globals['_GETMODELRESPONSE']._serialized_start=1110
-  _globals['_GETMODELRESPONSE']._serialized_end=1257
-  _globals['_GENERATIONSERVICE']._serialized_start=1260
-  _globals['_GENERATIONSERVICE']._serialized_end=1485
+  _globals['_GENERATEREQUEST']._serialized_end=406
+  _globals['_DELTA']._serialized_start=409
+  _globals['_DELTA']._serialized_end=601
+  _globals['_CHOICE']._serialized_start=604
+  _globals['_CHOICE']._serialized_end=760
+  _globals['_USAGE']._serialized_start=762
+  _globals['_USAGE']._serialized_end=842
+  _globals['_COMPLETE']._serialized_start=844
+  _globals['_COMPLETE']._serialized_end=925
+  _globals['_GENERATERESPONSE']._serialized_start=927
+  _globals['_GENERATERESPONSE']._serialized_end=1052
+  _globals['_ABORTREQUEST']._serialized_start=1054
+  _globals['_ABORTREQUEST']._serialized_end=1088
+  _globals['_ABORTRESPONSE']._serialized_start=1090
+  _globals['_ABORTRESPONSE']._serialized_end=1105
+  _globals['_GETMODELREQUEST']._serialized_start=1107
+  _globals['_GETMODELREQUEST']._serialized_end=1139
+  _globals['_GETMODELRESPONSE']._serialized_start=1142
+  _globals['_GETMODELRESPONSE']._serialized_end=1289
+  _globals['_GENERATIONSERVICE']._serialized_start=1292
+  _globals['_GENERATIONSERVICE']._serialized_end=1517
 # @@protoc_insertion_point(module_scope)

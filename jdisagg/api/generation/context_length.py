@@ -5,16 +5,23 @@ from __future__ import annotations
 from jdisagg.core.errors import InvalidRequest
 
 Prompt = str | tuple[int, ...]
+MOST_CUT_CHARACTERS = 2**20  # of a text that may be longer than the context, as it is cut: it takes the tokenizer seconds
 
 
 class ContextLengthExceeded(InvalidRequest):
     """Prompt and answer do not fit the model's context."""
 
 
-def check_length(prompt: Prompt, max_model_len: int, max_token_characters: int) -> None:
+def check_length(prompt: Prompt, max_model_len: int, max_token_characters: int, *, is_cut: bool = False) -> None:
     """Raise ContextLengthExceeded for text that is too long whatever its tokens are, which need not be tokenized (megabytes
-    cost seconds and gigabytes), and for too many ids, before anybody looks at millions of them."""
-    if not isinstance(prompt, str):
+    cost seconds and gigabytes), and for too many ids, before anybody looks at millions of them. `is_cut`: it is cut once it is
+    tokens."""
+    if is_cut:
+        most = max(MOST_CUT_CHARACTERS, max_model_len * max_token_characters)
+        if isinstance(prompt, str) and len(prompt) > most:
+            told = f"prompt: to be cut it may have at most {most} characters; got {len(prompt)}, cut it before you send it"
+            raise ContextLengthExceeded(told, field="prompt")
+    elif not isinstance(prompt, str):
         if len(prompt) > max_model_len:
             raise too_long(len(prompt), 1, max_model_len, "prompt")
     elif len(prompt) > max_model_len * max_token_characters:

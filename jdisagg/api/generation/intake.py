@@ -50,6 +50,7 @@ class TextRequest:
     seed: int | None = None  # None = drawn at intake
     max_tokens: int | None = None  # None = default_max_tokens, cut to the context
     default_max_tokens: int | None = None  # None = the rest of the context
+    most_prompt_tokens: float | None = None  # of a longer prompt its last ones; inf = as many as fit beside the answer
     n: int = 1  # choices per prompt
     stop: tuple[str, ...] = ()
     shows_stop: bool = False  # the text ends with what ended it, a stop string or the text of a token, and not before that
@@ -105,7 +106,8 @@ async def admit(
     _check_counts(request)
     check_sampling(request.sampling, card)
     for prompt in request.prompts:
-        check_length(prompt, card.max_model_len, tokenizer.max_token_characters)
+        is_cut = request.most_prompt_tokens is not None
+        check_length(prompt, card.max_model_len, tokenizer.max_token_characters, is_cut=is_cut)
     if request.sampling.grammar is not None:
         await _prepare(request.sampling.grammar, grammars)
     has_work = request.echo or any(isinstance(prompt, str) for prompt in request.prompts)
@@ -113,7 +115,8 @@ async def admit(
         prompts = await _tokenize(request, card, tokenizer, run)
         echo_texts = None
         if request.echo:
-            echo_texts = tuple([await _echo_text(prompt, request, tokenizer, run) for prompt in request.prompts])
+            echoed = request.prompts if request.most_prompt_tokens is None else prompts
+            echo_texts = tuple([await _echo_text(prompt, request, tokenizer, run) for prompt in echoed])
     num_prompt_tokens = sum(map(len, prompts))
     most_tokens = most_answer_tokens(num_prompt_tokens, len(prompts), request.n, request.sampling)
     first_seed = draw_seed() if request.seed is None else request.seed
@@ -194,16 +197,21 @@ def _check_counts(request: TextRequest) -> None:
         check_range("max_tokens", request.max_tokens, 0, 2**31 - 1)
         if request.max_tokens == 0 and not request.echo:
             raise invalid("max_tokens", "must be at least 1, or echo must be true to score the prompt alone", 0)
+    if request.most_prompt_tokens not in (None, math.inf):
+        check_range("truncate_prompt_tokens", request.most_prompt_tokens, 1, 2**31 - 1)
     check_range("priority", request.priority, -(2**31), 2**31 - 1)
 
 
 async def _tokenize(request: TextRequest, card: ModelCard, tokenizer: Tokenizer, run: Run) -> list[tuple[int, ...]]:
     """Refuses at the first prompt that shows to be one too many: those behind it may take minutes."""
     prompts: list[tuple[int, ...]] = []
-    num_tokens = 0
+    most, num_tokens = _most_prompt_tokens(request, card.max_model_len), 0
     for prompt in request.prompts:
         if isinstance(prompt, str):
-            prompt = await run(partial(tokenizer.encode, prompt, add_special_tokens=request.special_tokens.add))
+            special = request.special_tokens.add
+            prompt = await run(partial(tokenizer.encode, prompt, add_special_tokens=special, most=most))
+        elif most is not None:
+            prompt = prompt[-most:]
         if not prompt:
             raise invalid("prompt", "must hold at least one token", "none")
         check_token_ids(prompt, card.vocab_size, "prompt")
@@ -212,6 +220,13 @@ async def _tokenize(request: TextRequest, card: ModelCard, tokenizer: Tokenizer,
         check_prompt_scores(num_tokens, request.n, request.sampling)
         prompts.append(prompt)
     return prompts
+
+
+def _most_prompt_tokens(request: TextRequest, max_model_len: int) -> int | None:
+    if (most := request.most_prompt_tokens) is None or most < math.inf:
+        return None if most is None else int(most)
+    wanted = request.default_max_tokens if request.max_tokens is None else request.max_tokens
+    return max(1, max_model_len - max(1, wanted or 1))
 
 
 async def _echo_text(prompt: Prompt, request: TextRequest, tokenizer: Tokenizer, run: Run) -> str:

@@ -7,6 +7,7 @@ Errors end the call with the status of their type; google.rpc details (`grpc-sta
 from __future__ import annotations
 
 import logging
+import math
 import uuid
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -111,6 +112,7 @@ def read_generate(
         seed=sampling.seed if sampling.HasField("seed") else None,
         max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
         default_max_tokens=DEFAULT_MAX_TOKENS,
+        most_prompt_tokens=math.inf if request.truncate_prompt_tokens == -1 else request.truncate_prompt_tokens or None,
         n=request.n or 1,
         stop=tuple(request.stop),
         shows_stop=request.include_stop_str_in_output,

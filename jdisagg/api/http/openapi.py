@@ -58,6 +58,10 @@ _SHARED: dict[str, Any] = {
     "seed": _INTEGER | {"description": "-1 is none"},
     "stop": {"oneOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOP_STRINGS}]},
     "include_stop_str_in_output": _BOOLEAN,
+    "truncate_prompt_tokens": {
+        "oneOf": [{"enum": [-1]}, _range("integer", 1, _INT32_MAX)],
+        "description": "-1 is as many as fit beside max_tokens",
+    },
     "max_tokens": _range("integer", 1, _INT32_MAX),
     **{name: _range("number", *bounds) for name, bounds in NUMBERS.items()},
     "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},

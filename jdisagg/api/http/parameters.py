@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,6 +90,7 @@ def read_request(
     """The body as far as both read it alike. `add_special_tokens`: whether they are put around text prompts where the body does
     not say."""
     n, seed, timeout_s = body.integer("n"), body.integer("seed"), body.number("timeout_s")
+    most_prompt_tokens = body.integer("truncate_prompt_tokens")
     if timeout_s is not None and not timeout_s > 0:
         raise wrong_type("timeout_s", "a number above 0", timeout_s)
     return TextRequest(
@@ -98,6 +100,7 @@ def read_request(
         sampling=sampling,
         seed=None if seed == -1 else seed,  # as in vLLM
         max_tokens=_max_tokens(body),
+        most_prompt_tokens=math.inf if most_prompt_tokens == -1 else most_prompt_tokens,
         n=1 if n is None else n,
         stop=body.texts("stop"),
         shows_stop=body.boolean("include_stop_str_in_output"),

@@ -61,7 +61,6 @@ _EVERYWHERE = (
     Unserved(("repeat_penalty",), "is called repetition_penalty here", (None, 1)),
     Unserved(("random_seed",), "is called seed here", (None, -1)),
     Unserved(("min_new_tokens",), "is called min_tokens here", (None, 0)),
-    Unserved(("truncate_prompt_tokens",), "prompts are not cut here; cut it before you send it (POST /tokenize counts)"),
     Unserved(("no_stop_trim",), "is called include_stop_str_in_output here"),
     Unserved(("stop_regex",), "stop strings are plain text; use stop"),
     Unserved(("prompt_embeds", "input_embeds", "input_ids"), "give the prompt as text; /v1/completions takes token ids, too"),

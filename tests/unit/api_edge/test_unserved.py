@@ -25,8 +25,6 @@ REFUSED: list[tuple[str, Any]] = [
     ("use_beam_search", True),
     ("length_penalty", 0.5),
     ("length_penalty", 2),
-    ("truncate_prompt_tokens", 4),
-    ("truncate_prompt_tokens", 0),
     ("no_stop_trim", True),
     ("stop_regex", "a+"),
     ("prompt_embeds", "AAAA"),
