@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from jdisagg.api.http.body import Body, wrong_type
+from jdisagg.api.http.continued import CONTINUES, up_to_mark, with_mark
 from jdisagg.api.http.earlier_calls import check_structure, with_arguments, with_objects
 from jdisagg.api.http.tools import read_forced, read_functions
 from jdisagg.api.http.unserved import LAST_MESSAGE_FIELDS, MESSAGE_FIELDS, refuse_unserved
@@ -34,12 +35,25 @@ def render_prompt(body: Body, template: ChatTemplate | None) -> str:
             "messages: the served model has no chat template; use /v1/completions or add chat_template.jinja to the model",
             field="messages",
         )
-    add_generation_prompt = body.boolean("add_generation_prompt", True)
-    tools, variables = _offered_tools(body, template), _template_kwargs(body)
+    continues = body.boolean(CONTINUES)
+    begins = body.boolean("add_generation_prompt", not continues)
+    tools, variables = _offered_tools(body, template), {**_template_kwargs(body), "add_generation_prompt": begins}
     texts = [_plain_message(index, message) for index, message in enumerate(messages)]
     check_structure(texts)
-    refuse_unserved(Body(texts[-1], where=f"messages[{len(texts) - 1}]."), LAST_MESSAGE_FIELDS)
-    prompt_with = partial(_prompt, template, texts, add_generation_prompt=add_generation_prompt, **variables)
+    if not continues:
+        refuse_unserved(Body(texts[-1], where=f"messages[{len(texts) - 1}]."), LAST_MESSAGE_FIELDS)
+        return _prompt_with(template, texts, tools, variables)
+    if begins:
+        told = "add_generation_prompt begins a message of its own; leave out one of the two"
+        raise InvalidRequest(f"{CONTINUES}: {told}", field=CONTINUES)
+    return up_to_mark(_prompt_with(template, with_mark(texts), tools, variables), texts)
+
+
+def _prompt_with(
+    template: ChatTemplate, texts: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: dict[str, Any]
+) -> str:
+    """Raises InvalidRequest."""
+    prompt_with = partial(_prompt, template, texts, **variables)
     try:
         return prompt_with(tools)
     except InvalidRequest:

@@ -122,10 +122,14 @@ _CHAT = _SHARED | {
     "tool_choice": {"oneOf": [{"enum": ["none", "auto", "required"]}, _NAMED_FUNCTION]},
     "parallel_tool_calls": _BOOLEAN | {"description": "false: at most one call"},
     "add_generation_prompt": _BOOLEAN,
+    "continue_final_message": _BOOLEAN,
     "chat_template_kwargs": {"type": "object"},
     "reasoning_effort": {"enum": list(EFFORTS)},
 }
-_OF_TEMPLATES = ("messages", "tools", "tool_choice", "add_generation_prompt", "chat_template_kwargs", "reasoning_effort")
+_OF_TEMPLATES = (
+    *("messages", "tools", "tool_choice", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
+    "reasoning_effort",
+)
 _TOKENIZE = {
     "model": _STRING,
     "prompt": _STRING | {"maxLength": MAX_CHARACTERS},

@@ -120,7 +120,6 @@ CHAT_FIELDS = (
     Unserved(("include_reasoning",), "what a model thinks stays in content; see reasoning_effort", (None, True)),
     Unserved(("reasoning_format",), "what a model thinks stays in content; send none", (None, "none", "raw", "auto")),
     Unserved(("parse_tool_calls",), 'calls are read where tools are offered; use "tool_choice": "none"', (None, True)),
-    Unserved(("continue_final_message",), "an unfinished message is not continued; render the prompt and use /v1/completions"),
     Unserved(("echo",), "the prompt is not repeated in a chat's answer; leave it out, or use /v1/completions"),
     Unserved(("modalities",), 'answers are text; leave it out, or send ["text"]', (*OFF, ["text"])),
     Unserved(("audio",), "answers are text; leave it out"),

@@ -91,7 +91,6 @@ REFUSED_IN_CHAT: list[tuple[str, Any]] = [
     *(("think", value) for value in (True, False, "low")),
     ("reasoning_format", "parsed"),
     ("parse_tool_calls", False),
-    ("continue_final_message", True),
     ("echo", True),
     ("modalities", ["text", "audio"]),
     ("audio", {"voice": "alloy", "format": "wav"}),
