@@ -5,6 +5,7 @@
     structured_outputs  an object with one of json, regex, choice, grammar (Lark, as llguidance reads it), json_object
     guided_..           the same, as vLLM called them before: guided_json, guided_regex, ..
     json_schema, regex  SGLang's
+    allowed_token_ids   vLLM's: any of these tokens each time
 
 A JSON schema may be an object or the text of one. {} is a schema, that of any JSON. null and false ask for nothing; so does "",
 but not in structured_outputs, where it is refused, as an empty list of choices is everywhere: any text would do.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from jdisagg.api.generation.sampling_bounds import MAX_GRAMMAR_BYTES
@@ -25,10 +27,12 @@ from jdisagg.core.json_values import MAX_DEPTH, is_too_deep
 from jdisagg.core.requests import Grammar, GrammarKind
 
 MAX_CHOICES = 1000
+MAX_ALLOWED = 2**18  # token ids; to sort a million holds everybody up
 GRAMMAR = "grammar"  # as intake calls the field
 _ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
 _OF_TYPES = {"type", "const", "enum", "$ref", "anyOf", "oneOf", "allOf"}  # keys that say of which types a value is
 _NOTHING = (None, False, "")  # but {} is a schema, and [] no choice
+_MOST_ALIKE = 1000  # tokens of an answer that can be but one token again and again, which llguidance reads ahead to its end
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _UNSERVED_OUTPUTS = {
     "structural_tag": "leave it out, or write a grammar",
@@ -54,6 +58,7 @@ def _read_all(body: Body) -> dict[str, Grammar]:
     found |= {f"structured_outputs.{name}": grammar for name, grammar in _structured_outputs(body).items()}
     found |= {f"guided_{name}": read(body, f"guided_{name}") for name, read in _READERS.items()}
     found |= {"json_schema": _schema(body, "json_schema"), "regex": _written(body, "regex", kind=GrammarKind.REGEX)}
+    found["allowed_token_ids"] = _tokens(body, "allowed_token_ids")
     asked = {name: grammar for name, grammar in found.items() if grammar is not None}
     if len(asked) > 1:
         first, second = list(asked)[:2]
@@ -174,6 +179,26 @@ def _choice(body: Body, name: str) -> Grammar | None:
 def _literal(text: str) -> str:
     """A regular expression of it alone."""
     return "".join(char if char.isalnum() or char in " _" else f"\\x{{{ord(char):x}}}" for char in text)
+
+
+def _tokens(body: Body, name: str) -> Grammar | None:
+    """Any of these each time, without an end but by one of them, if the model ends its answers so."""
+    if is_one_of(body.get(name), OFF):
+        return None
+    given = body.integers(name)
+    if len(given) > MAX_ALLOWED:
+        raise InvalidRequest(f"{name}: may hold at most {MAX_ALLOWED} ids; got {len(given)}", field=name)
+    token_ids = sorted(set(given))
+    if token_ids[0] < 0:
+        raise InvalidRequest(f"{name}: token ids must be at least 0; got {token_ids[0]}", field=name)
+    if len(token_ids) == 1:
+        return Grammar(GrammarKind.LARK, f"start: <[{token_ids[0]}]>{{{_MOST_ALIKE}}}")
+    runs = [0, *(at for at in range(1, len(token_ids)) if token_ids[at] != token_ids[at - 1] + 1), len(token_ids)]
+    ends = ((token_ids[begin], token_ids[end - 1]) for begin, end in pairwise(runs))
+    text = f"start: <[{','.join(str(low) if low == high else f'{low}-{high}' for low, high in ends)}]> start"
+    if len(text) > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(f"{name}: may hold some 10,000 ids, or ranges without gaps; got {len(token_ids)}", field=name)
+    return Grammar(GrammarKind.LARK, text)
 
 
 def _json_object(body: Body, name: str) -> Grammar | None:

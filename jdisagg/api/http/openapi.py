@@ -9,7 +9,7 @@ from typing import Any
 
 from jdisagg.api.generation.intake import MAX_CACHE_SALT, MAX_N, MAX_SEQUENCES, MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from jdisagg.api.generation.sampling_bounds import MAX_GRAMMAR_BYTES, MAX_LOGIT_BIAS, NUMBERS
-from jdisagg.api.http.grammars import MAX_CHOICES
+from jdisagg.api.http.grammars import MAX_ALLOWED, MAX_CHOICES
 from jdisagg.api.http.messages import EFFORTS
 from jdisagg.api.http.request_id import MAX_NAME
 from jdisagg.api.http.tokens import MAX_CHARACTERS, MAX_TOKENS
@@ -95,6 +95,7 @@ _SHARED: dict[str, Any] = {
     **{f"guided_{name}": schema for name, schema in _OUTPUTS.items()},
     "json_schema": _JSON_SCHEMA,
     "regex": _GRAMMAR,
+    "allowed_token_ids": _TOKEN_IDS | {"maxItems": MAX_ALLOWED},
 }
 _NAMED = {"type": "object", "properties": {"name": _STRING | {"minLength": 1}}, "required": ["name"]}
 _TOOL = {"type": "object", "properties": {"function": _NAMED}, "required": ["function"]}

@@ -34,8 +34,8 @@ _EVERYWHERE = (
         ("guided_whitespace_pattern",), 'is not served; write it into the schema, as "x-guidance": {"whitespace_pattern": ..}'
     ),
     Unserved(
-        ("allowed_token_ids", "bad_words", "logits_processors", "custom_logit_processor", "vllm_xargs"),
-        "tokens are allowed or forbidden by logit_bias only; use that or leave it out",
+        ("bad_words", "logits_processors", "custom_logit_processor", "vllm_xargs"),
+        "tokens are forbidden by logit_bias, and allowed by allowed_token_ids, only; use these or leave it out",
     ),
     Unserved(
         ("suppress_tokens", "bad_words_ids", "banned_tokens", "banned_strings", "custom_token_bans"),

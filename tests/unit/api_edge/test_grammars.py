@@ -59,6 +59,7 @@ READ: list[tuple[str, Any, Grammar]] = [
     ("json_schema", TEXT, JSON),
     ("json_schema", {}, ANY_JSON),
     ("regex", "a+", REGEX),
+    ("allowed_token_ids", [9, 7, 3, 8, 7], Grammar(GrammarKind.LARK, "start: <[3,7-9]> start")),
 ]
 WRONG = {  # what the fake compiler refuses
     "response_format": {"type": "json_schema", "json_schema": {"schema": {"const": "@"}}},
