@@ -57,6 +57,15 @@ class ModelCard:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessFacts:
+    """What operators are shown of a worker's process, and nobody else goes by; "" and 0 = it is too old to say."""
+
+    build: str = ""  # the version of its jdisagg
+    http_address: str = ""  # HOST:PORT of its HTTP server
+    uptime_s: int = 0  # as it said last, see Report
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
     """One worker as it registers. `epoch` changes at every start of its process."""
 
@@ -64,7 +73,7 @@ class Member:
     address: str  # HOST:PORT of its gRPC server
     worker: str  # "pid 123 @ 127.0.0.1:9000"
     epoch: str
-    build: str = ""  # the version of its jdisagg; "" = it is too old to say
+    process: ProcessFacts = ProcessFacts()
     card: ModelCard
     fingerprint_parts: Parts = ()  # of the card's
     text_digest: str = ""  # of its tokenizer and chat template; "" = it has none, or is too old to say
@@ -76,8 +85,6 @@ class Member:
     bits: str = ""  # what it computes, as in `jdisagg.core.bits`
     needs_prefill: bool = False  # a decode worker that never computes prompts and has no prefill worker of its own
     alone: bool = False  # as it said last, see Report
-    http_address: str = ""  # HOST:PORT of its HTTP server; "" = it is too old to say
-    uptime_s: int = 0  # as it said last, see Report
 
     @property
     def key(self) -> Key:
@@ -86,8 +93,8 @@ class Member:
 
     def reporting(self, report: Report) -> Member:
         """The same worker, with what it says now."""
-        said = {"draining": report.draining, "not_ready": report.not_ready, "alone": report.alone, "uptime_s": report.uptime_s}
-        return replace(self, load=report.load, **said)
+        said = {"draining": report.draining, "not_ready": report.not_ready, "alone": report.alone}
+        return replace(self, load=report.load, process=replace(self.process, uptime_s=report.uptime_s), **said)
 
     @property
     def decodes(self) -> bool:

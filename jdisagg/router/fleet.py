@@ -55,7 +55,7 @@ class Fleet:
         by a process that is gone (or both advertise the same address: then the first one has it).
         """
         if (same := self.process(member.address, member.epoch)) is not None:
-            said = Report(member.load, member.draining, member.not_ready, member.alone, member.uptime_s)
+            said = Report(member.load, member.draining, member.not_ready, member.alone, member.process.uptime_s)
             same.member, same.last_seen_s = same.member.reporting(said), now_s
             return None
         old = self._entries.get(member.address)

@@ -24,7 +24,7 @@ from jdisagg.api.kv_events.service import KVEventsService
 from jdisagg.api.peer.piece_server import add_peer_service
 from jdisagg.api.worker.service import WorkerService
 from jdisagg.core.config import Config
-from jdisagg.core.fleet import Member, Report
+from jdisagg.core.fleet import Member, ProcessFacts, Report
 from jdisagg.core.requests import Role
 from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.text_edge import TextModel, make_edge
@@ -119,7 +119,7 @@ class Edges:
             address=self._address,
             worker=core.worker,
             epoch=core.epoch,
-            build=package_version(),
+            process=ProcessFacts(build=package_version(), http_address=http_address),
             card=self.engine.card,
             fingerprint_parts=core.loaded.fingerprint_parts,
             grammars=core.grammars is not None,
@@ -127,7 +127,6 @@ class Edges:
             needs_prefill=self._deployment.needs_prefill,
             text_digest=self._text_digest,
             cache_tokens=self._deployment.cache_tokens,
-            http_address=http_address,
         )
 
     def _metrics_text(self) -> str:

@@ -84,11 +84,10 @@ def plain(value: object) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         found = {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
         if isinstance(value, TextRequest):  # flat, as on the wire and when first recorded
-            special = found.pop("special_tokens")
-            found |= {"add_special_tokens": special["add"], "skip_special_tokens": special["skip"]}
+            found |= found.pop("conversion")
         if isinstance(value, Member):  # likewise
-            card = found.pop("card")
-            found |= card | {"model": card["name"]}
+            card, process = found.pop("card"), found.pop("process")
+            found |= card | process | {"model": card["name"]}
         return found
     if isinstance(value, Exception):
         return {"error": type(value).__name__} | {name: plain(item) for name, item in vars(value).items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jdisagg.api.codec import decode_fields, encode_fields
 from jdisagg.api.peer.identity_codec import decode_parts, encode_parts
 from jdisagg.core.errors import InvalidRequest
-from jdisagg.core.fleet import Load, LostWorker, Member, ModelCard, Report, Standing
+from jdisagg.core.fleet import Load, LostWorker, Member, ModelCard, ProcessFacts, Report, Standing
 from jdisagg.core.requests import Role
 from jdisagg.core.told import told
 from jdisagg.v1 import fleet_pb2, peer_pb2, worker_pb2
@@ -34,12 +34,15 @@ def decode_report(message: fleet_pb2.HeartbeatRequest) -> Report:
 
 def encode_member(member: Member) -> fleet_pb2.Member:
     """What a router needs to know of a worker; the rest of Identity is between P and D."""
-    card, parts = member.card, encode_parts(member.fingerprint_parts)
+    card, process, parts = member.card, member.process, encode_parts(member.fingerprint_parts)
+    said = {"build": process.build, "fingerprint": card.fingerprint, "fingerprint_parts": parts}
     return encode_fields(
         member,
         fleet_pb2.Member,
         role=member.role.value,
-        identity=encode_fields(member, peer_pb2.Identity, fingerprint=card.fingerprint, fingerprint_parts=parts),
+        identity=encode_fields(member, peer_pb2.Identity, **said),
+        http_address=process.http_address,
+        uptime_s=process.uptime_s,
         model=card.name,
         max_model_len=card.max_model_len,
         vocab_size=card.vocab_size,
@@ -65,7 +68,7 @@ def decode_member(message: fleet_pb2.Member) -> Member:
         role=roles[message.role],
         worker=told(identity.worker),
         epoch=identity.epoch,
-        build=told(identity.build),
+        process=decode_fields(message, ProcessFacts, text=told, build=told(identity.build), uptime_s=max(0, message.uptime_s)),
         card=decode_fields(message, ModelCard, name=message.model, fingerprint=identity.fingerprint),
         fingerprint_parts=decode_parts(identity),
         load=decode_load(message.load),
@@ -73,8 +76,6 @@ def decode_member(message: fleet_pb2.Member) -> Member:
         bits=told(identity.bits),
         cache_tokens=max(0, message.cache_tokens),
         not_ready=told(message.not_ready),
-        http_address=told(message.http_address),
-        uptime_s=max(0, message.uptime_s),
     )
 
 

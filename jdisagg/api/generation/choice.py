@@ -93,9 +93,11 @@ class ChoiceText:
         self._tokenizer = tokenizer
         self._prompt_detokenizer = tokenizer.detokenizer(skip_special_tokens=False)
         self._detokenizer: Detokenizer = tokenizer.detokenizer(
-            skip_special_tokens=job.special_tokens.skip, before=request.prompt_token_ids, shown=job.special_tokens.shown
+            skip_special_tokens=job.conversion.skip_special_tokens,
+            before=request.prompt_token_ids,
+            shown=job.conversion.shown,
         )
-        self._stops = StopStrings(job.stop, are_shown=job.shows_stop)
+        self._stops = StopStrings(job.stop, are_shown=job.conversion.shows_stop)
         self._num_tokens = 0
         self._num_characters = len(self._echo_text or "")
 

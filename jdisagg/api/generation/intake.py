@@ -31,12 +31,14 @@ MAX_STOP_LENGTH = 1024  # characters
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpecialTokens:
-    """What becomes of tokens that are no text."""
+class Conversion:
+    """How prompts become tokens, and an answer's tokens text."""
 
-    add: bool = True  # BOS / EOS around text prompts
-    skip: bool = True  # in the text that is returned
-    shown: tuple[str, ...] = ()  # that are not skipped
+    most_prompt_tokens: float | None = None  # of a longer prompt its last ones; inf = as many as fit beside the answer
+    add_special_tokens: bool = True  # BOS / EOS around text prompts
+    skip_special_tokens: bool = True  # in the text that is returned
+    shown: tuple[str, ...] = ()  # special tokens that are not skipped
+    shows_stop: bool = False  # the text ends with what ended it, a stop string or the text of a token, and not before that
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +52,10 @@ class TextRequest:
     seed: int | None = None  # None = drawn at intake
     max_tokens: int | None = None  # None = default_max_tokens, cut to the context
     default_max_tokens: int | None = None  # None = the rest of the context
-    most_prompt_tokens: float | None = None  # of a longer prompt its last ones; inf = as many as fit beside the answer
     n: int = 1  # choices per prompt
     stop: tuple[str, ...] = ()
-    shows_stop: bool = False  # the text ends with what ended it, a stop string or the text of a token, and not before that
     echo: bool = False  # the text begins with the prompt
-    special_tokens: SpecialTokens = SpecialTokens()
+    conversion: Conversion = Conversion()
     priority: int = 0
     cache_salt: str = ""
     timeout_s: float | None = None  # the client's own deadline; the server's wins when shorter
@@ -72,9 +72,8 @@ class Job:
     echo_texts: tuple[str, ...] | None  # one per prompt
     n: int
     stop: tuple[Stop, ...]
-    shows_stop: bool = False
     scores_only: bool  # max_tokens = 0: the one token an engine request must have is dropped
-    special_tokens: SpecialTokens
+    conversion: Conversion
     deadline_s: float  # monotonic
     is_aborted: bool = False  # before it began: nothing is to be computed
     names: Mapping[str, str] = field(default_factory=dict)  # of fields, as its client has them, where they are others
@@ -106,17 +105,14 @@ async def admit(
     _check_counts(request)
     check_sampling(request.sampling, card)
     for prompt in request.prompts:
-        is_cut = request.most_prompt_tokens is not None
+        is_cut = request.conversion.most_prompt_tokens is not None
         check_length(prompt, card.max_model_len, tokenizer.max_token_characters, is_cut=is_cut)
     if request.sampling.grammar is not None:
         await _prepare(request.sampling.grammar, grammars)
     has_work = request.echo or any(isinstance(prompt, str) for prompt in request.prompts)
     async with long_texts.place(sum(map(len, request.prompts)) if has_work else 0) as run:
         prompts = await _tokenize(request, card, tokenizer, run)
-        echo_texts = None
-        if request.echo:
-            echoed = request.prompts if request.most_prompt_tokens is None else prompts
-            echo_texts = tuple([await _echo_text(prompt, request, tokenizer, run) for prompt in echoed])
+        echo_texts = await _echo_texts(request, prompts, tokenizer, run) if request.echo else None
     num_prompt_tokens = sum(map(len, prompts))
     most_tokens = most_answer_tokens(num_prompt_tokens, len(prompts), request.n, request.sampling)
     first_seed = draw_seed() if request.seed is None else request.seed
@@ -156,9 +152,8 @@ async def admit(
         echo_texts=echo_texts,
         n=request.n,
         stop=tuple(map(Stop, request.stop)),
-        shows_stop=request.shows_stop,
         scores_only=request.max_tokens == 0,
-        special_tokens=request.special_tokens,
+        conversion=request.conversion,
         deadline_s=deadline_s,
     )
 
@@ -197,8 +192,8 @@ def _check_counts(request: TextRequest) -> None:
         check_range("max_tokens", request.max_tokens, 0, 2**31 - 1)
         if request.max_tokens == 0 and not request.echo:
             raise invalid("max_tokens", "must be at least 1, or echo must be true to score the prompt alone", 0)
-    if request.most_prompt_tokens not in (None, math.inf):
-        check_range("truncate_prompt_tokens", request.most_prompt_tokens, 1, 2**31 - 1)
+    if (most := request.conversion.most_prompt_tokens) not in (None, math.inf):
+        check_range("truncate_prompt_tokens", most, 1, 2**31 - 1)
     check_range("priority", request.priority, -(2**31), 2**31 - 1)
 
 
@@ -208,7 +203,7 @@ async def _tokenize(request: TextRequest, card: ModelCard, tokenizer: Tokenizer,
     most, num_tokens = _most_prompt_tokens(request, card.max_model_len), 0
     for prompt in request.prompts:
         if isinstance(prompt, str):
-            special = request.special_tokens.add
+            special = request.conversion.add_special_tokens
             prompt = await run(partial(tokenizer.encode, prompt, add_special_tokens=special, most=most))
         elif most is not None:
             prompt = prompt[-most:]
@@ -223,16 +218,21 @@ async def _tokenize(request: TextRequest, card: ModelCard, tokenizer: Tokenizer,
 
 
 def _most_prompt_tokens(request: TextRequest, max_model_len: int) -> int | None:
-    if (most := request.most_prompt_tokens) is None or most < math.inf:
+    if (most := request.conversion.most_prompt_tokens) is None or most < math.inf:
         return None if most is None else int(most)
     wanted = request.default_max_tokens if request.max_tokens is None else request.max_tokens
     return max(1, max_model_len - max(1, wanted or 1))
 
 
-async def _echo_text(prompt: Prompt, request: TextRequest, tokenizer: Tokenizer, run: Run) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    return await run(partial(tokenizer.decode_begun, prompt, skip_special_tokens=request.special_tokens.skip))
+async def _echo_texts(request: TextRequest, prompts: list[tuple[int, ...]], tokenizer: Tokenizer, run: Run) -> tuple[str, ...]:
+    conversion, texts = request.conversion, list[str]()
+    for given, prompt in zip(request.prompts, prompts, strict=True):
+        if isinstance(given, str) and conversion.most_prompt_tokens is None:
+            texts.append(given)
+        else:
+            skip = conversion.skip_special_tokens
+            texts.append(await run(partial(tokenizer.decode_begun, prompt, skip_special_tokens=skip)))
+    return tuple(texts)
 
 
 def _check_room(request: TextRequest, num_prompt_tokens: int, max_model_len: int) -> None:

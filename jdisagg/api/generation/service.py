@@ -21,7 +21,7 @@ from jdisagg.api.codec import encode_fields, encode_finish, encode_provenance, g
 from jdisagg.api.generation.choice import ChoiceResult, Delta, ScoredToken, Transcript, has_many_scores
 from jdisagg.api.generation.context_length import Prompt
 from jdisagg.api.generation.edge import Edge
-from jdisagg.api.generation.intake import DEFAULT_MAX_TOKENS, TextRequest, check_model
+from jdisagg.api.generation.intake import DEFAULT_MAX_TOKENS, Conversion, TextRequest, check_model
 from jdisagg.api.generation.sampling_bounds import check_logit_bias
 from jdisagg.api.unread import Reader, not_taken
 from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, JdisaggError, RequestError
@@ -112,11 +112,13 @@ def read_generate(
         seed=sampling.seed if sampling.HasField("seed") else None,
         max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
         default_max_tokens=DEFAULT_MAX_TOKENS,
-        most_prompt_tokens=math.inf if request.truncate_prompt_tokens == -1 else request.truncate_prompt_tokens or None,
         n=request.n or 1,
         stop=tuple(request.stop),
-        shows_stop=request.include_stop_str_in_output,
         echo=request.echo,
+        conversion=Conversion(
+            most_prompt_tokens=math.inf if request.truncate_prompt_tokens == -1 else request.truncate_prompt_tokens or None,
+            shows_stop=request.include_stop_str_in_output,
+        ),
         priority=request.priority,
         cache_salt=request.cache_salt,
         timeout_s=timeout_s,

@@ -60,7 +60,7 @@ def read_chat(body: Body, edge: Edge, num_top: int | None, request_id: str, arri
         raise InvalidRequest(f"{name}: must be at least 1; got {request.max_tokens}", field=name)
     body.refuse_misspelt()
     shown = () if offer is None else tuple(offer.hidden)
-    return replace(request, special_tokens=replace(request.special_tokens, shown=shown), arrived_s=arrived_s)
+    return replace(request, conversion=replace(request.conversion, shown=shown), arrived_s=arrived_s)
 
 
 def _read_top_logprobs(body: Body) -> int | None:

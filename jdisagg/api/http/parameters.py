@@ -11,7 +11,7 @@ from starlette.requests import Request
 from jdisagg.api.generation.choice import Transcript
 from jdisagg.api.generation.context_length import Prompt
 from jdisagg.api.generation.edge import Edge
-from jdisagg.api.generation.intake import Job, SpecialTokens, TextRequest
+from jdisagg.api.generation.intake import Conversion, Job, TextRequest
 from jdisagg.api.generation.sampling_bounds import NUMBERS, check_logit_bias
 from jdisagg.api.http.body import Body, wrong_type
 from jdisagg.api.http.connection import while_connected
@@ -100,12 +100,13 @@ def read_request(
         sampling=sampling,
         seed=None if seed == -1 else seed,  # as in vLLM
         max_tokens=_max_tokens(body),
-        most_prompt_tokens=math.inf if most_prompt_tokens == -1 else most_prompt_tokens,
         n=1 if n is None else n,
         stop=body.texts("stop"),
-        shows_stop=body.boolean("include_stop_str_in_output"),
-        special_tokens=SpecialTokens(
-            add=body.boolean("add_special_tokens", add_special_tokens), skip=body.boolean("skip_special_tokens", True)
+        conversion=Conversion(
+            most_prompt_tokens=math.inf if most_prompt_tokens == -1 else most_prompt_tokens,
+            add_special_tokens=body.boolean("add_special_tokens", add_special_tokens),
+            skip_special_tokens=body.boolean("skip_special_tokens", True),
+            shows_stop=body.boolean("include_stop_str_in_output"),
         ),
         priority=body.integer("priority") or 0,
         cache_salt=body.text("cache_salt") or "",

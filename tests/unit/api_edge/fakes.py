@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 from jdisagg.api import channels
 from jdisagg.api.generation.choice import ChoiceText
 from jdisagg.api.generation.edge import Edge
-from jdisagg.api.generation.intake import Job, SpecialTokens
+from jdisagg.api.generation.intake import Conversion, Job
 from jdisagg.api.generation.service import GenerationServicer
 from jdisagg.api.generation.token_engine import Enough, Health
 from jdisagg.api.http.app import make_app
@@ -151,9 +151,8 @@ def choice_text(
         echo_texts=None if echo_text is None else (echo_text,),
         n=1,
         stop=(),
-        shows_stop=shows_stop,
         scores_only=False,
-        special_tokens=SpecialTokens(skip=skip_special_tokens),
+        conversion=Conversion(skip_special_tokens=skip_special_tokens, shows_stop=shows_stop),
         deadline_s=0.0,
     )
     return ChoiceText(tokenizer, job, 0)

@@ -20,6 +20,7 @@ from jdisagg.api.channels import Credentials
 from jdisagg.api.http.server import HttpServer
 from jdisagg.api.http.staged import StagedApp
 from jdisagg.api.listening import listen
+from jdisagg.core.fleet import ProcessFacts
 from jdisagg.core.requests import Role
 from jdisagg.core.settings import API_KEY_VARIABLE
 from jdisagg.v1 import admin_pb2_grpc, fleet_pb2, fleet_pb2_grpc
@@ -68,7 +69,7 @@ def test_list_shows_every_worker_with_its_state_its_load_and_why_it_does_not_ser
         router = await Router().start()
         assert await run("list", "--router", router.address) == 0
         assert capsys.readouterr().out == "no worker is registered\n"
-        well = FakeWorker((router.address,), build="1.2", http_address="10.0.0.3:8001")
+        well = FakeWorker((router.address,), process=ProcessFacts(build="1.2", http_address="10.0.0.3:8001"))
         unready = FakeWorker((router.address,), name="demo")
         well.uptime_s = 7300
         prefill = FakeWorker((router.address,), Role.PREFILL)

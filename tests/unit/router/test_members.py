@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.core.fleet import Load, Report
+from jdisagg.core.fleet import Load, ProcessFacts, Report
 from jdisagg.core.requests import Role
 from jdisagg.router import workers
 from jdisagg.router.entry import Entry
@@ -24,7 +24,7 @@ def test_a_process_that_registers_again_is_heard_and_stays_what_it_was() -> None
     fleet.register(MEMBER, 10.0)
     (entry,) = fleet.entries()
     entry.pending, entry.pending_tokens = 2, 30
-    says = {"draining": True, "not_ready": "it loads", "uptime_s": 7}
+    says = {"draining": True, "not_ready": "it loads", "process": ProcessFacts(uptime_s=7)}
     other = replace(member(MEMBER, max_model_len=80, **says), role=Role.PREFILL, text_digest="x")
     assert fleet.register(other, 11.0) is None
     assert fleet.entries() == [entry], "what it has of ours is still counted"

@@ -13,7 +13,7 @@ from jdisagg.api.fleet import codec as fleet_codec
 from jdisagg.api.peer import codec as peer_codec
 from jdisagg.api.peer import identity_codec
 from jdisagg.core import errors
-from jdisagg.core.fleet import Load, Report
+from jdisagg.core.fleet import Load, ProcessFacts, Report
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance, SamplingParams, TokenLogprob
 from jdisagg.handoff.identity import Backend, CacheGroup, Identity, Rank
 from jdisagg.handoff.ladder import is_final
@@ -270,7 +270,7 @@ def test_member_round_trip_and_refusals():
         not_ready="no usable prefill worker",
         alone=True,
         cache_tokens=1 << 33,
-        build="1.2",
+        process=ProcessFacts(build="1.2", http_address="a:8000", uptime_s=7),
     )
     wire = fleet_codec.encode_member(described)
     assert fleet_codec.decode_member(wire) == described
@@ -280,7 +280,7 @@ def test_member_round_trip_and_refusals():
 
 
 def test_report_round_trip() -> None:
-    for report in (Report(Load(running=1)), Report(Load(waiting=2), draining=True, not_ready="gone", alone=True)):
+    for report in (Report(Load(running=1)), Report(Load(waiting=2), draining=True, not_ready="gone", alone=True, uptime_s=9)):
         wire = fleet_codec.encode_report(member(), report)
         assert fleet_codec.decode_report(fleet_pb2.HeartbeatRequest.FromString(wire.SerializeToString())) == report
 
