@@ -34,6 +34,7 @@ class MadeUpEngine:
 
     def __init__(self) -> None:
         self.ticks = 0
+        self.is_over = False
         self.period_s = IDLE_S  # of a step; written by whoever sets the rate
         self._inbox: queue.SimpleQueue[tuple[EngineRequest, OutputSink] | tuple[str, int]] = queue.SimpleQueue()
         self._live: dict[tuple[str, int], tuple[EngineRequest, OutputSink]] = {}
