@@ -248,6 +248,25 @@ def test_calls_of_the_engine_thread_take_no_time(rig: Rig) -> None:
     rig.quiet()
 
 
+def test_a_piece_is_announced_when_the_device_has_made_it(rig: Rig) -> None:
+    """Whoever hears of it gives the fetch so many seconds, which are not for P's steps: they may take longer."""
+    if rig.kind == "fake":
+        pytest.skip("the fake has no device")
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 60, lambda _, y: y @ y / 512, x))
+    gather = jax.jit(lambda x, y: x * y[0, 0], out_shardings=sharding(0, 2))
+    everywhere = jax.sharding.NamedSharding(sharding(0, 2).mesh, jax.sharding.PartitionSpec())
+    sent, ballast = piece(tokens(CHUNK_TOKENS)), jax.device_put(np.ones((512, 512), np.float32), everywhere)
+    gather(sent.data, slow(ballast)).block_until_ready()
+    made = gather(sent.data, slow(ballast))
+    rig.publisher.publish(H, "k", replace(sent, data=made))
+    while rig.events.empty():
+        time.sleep(1e-3)
+    assert made.is_ready(), "its clock would run while the device is at work for others"
+    event = rig.event()
+    assert isinstance(event, Published)
+    assert np.array_equal(np.asarray(rig.arrived(event.ready).piece.data), np.asarray(sent.data))
+
+
 def test_close_ends_threads_and_frees_everything_even_with_work_queued(rig: Rig) -> None:
     ready = rig.published("k", piece(tokens(5)))
     for index in range(10):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import replace
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from jdisagg.kv.group import KVGroup
-from jdisagg.transfer.base import Published, TransferEvent
+from jdisagg.transfer.base import Published
 from jdisagg.transfer.device_put import DevicePutPublisher, device_put_fetcher
 from tests.unit.transfer.rig import CHUNK_TOKENS, TARGET, H, Rig, piece, sharding, tokens
 
@@ -41,8 +42,27 @@ def test_any_two_meshes_byte_exact_without_compiling_after_warm_up(
 
 
 def test_a_published_piece_stays_on_the_device_and_says_so() -> None:
-    events: list[TransferEvent] = []
-    DevicePutPublisher(events.append).publish(H, "k", piece(tokens(5)))
-    (event,) = events
+    rig = Rig("device_put").start()
+    rig.publisher.publish(H, "k", piece(tokens(5)))
+    event = rig.event()
     assert isinstance(event, Published)
     assert event.stays_tokens == CHUNK_TOKENS, "whole"
+    rig.close()
+
+
+def test_what_is_discarded_leaves_the_device_while_steps_behind_it_are_waited_for() -> None:
+    rig = Rig("device_put").start()
+    publisher = rig.publisher
+    assert isinstance(publisher, DevicePutPublisher)
+    rig.published("k", piece(tokens(5)))
+    is_through = threading.Event()
+
+    def step() -> None:
+        is_through.wait(30.0)
+
+    publisher._lane.submit(step)
+    assert publisher.get("k") is not None
+    publisher.discard("k")
+    assert publisher.get("k") is None
+    is_through.set()
+    rig.close()
