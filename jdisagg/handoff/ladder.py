@@ -67,8 +67,10 @@ class Ladder:
 
     def next_peer(self, but: str = "") -> str | None:
         """The first peer that has neither failed nor said it is full; not `but`."""
-        shunned = {but, *self._num_failures, *self._busy}
-        return next((peer for peer in self.peers if peer not in shunned), None)
+        for peer in self.peers:
+            if peer != but and peer not in self._num_failures and peer not in self._busy:
+                return peer
+        return None
 
     def next_or_new_peer(self) -> str | None:
         """The same, or one that has come since."""

@@ -125,10 +125,7 @@ class Recovery:
     def doubt(self, record: Inbound, silent_s: float, now_s: float, *, no_kv: bool = False) -> list[DecodeAction]:
         """Ask another P while this one is quiet, or its KV does not come; nothing happens where there is none, nothing is owed,
         or as many as MOST_HEDGES are asked already."""
-        stream = record.stream
-        if stream is None or record.doubted is not None or (stream.stage is InboundStage.COMPUTED and record.covered):
-            return []
-        if not self._room_for_hedges() or (peer := record.ladder.next_peer(but=stream.peer)) is None:
+        if (peer := _another(record)) is None or not self._room_for_hedges():
             return []
         self._hedging.append(record)
         record.set_aside(silent_s, now_s, no_kv=no_kv)
@@ -137,7 +134,7 @@ class Recovery:
     def doubt_more(self, records: Iterable[Inbound], now_s: float) -> list[DecodeAction]:
         """The same for those whose P is quiet still, as earlier hedges end."""
         actions: list[DecodeAction] = []
-        quiet = (r for r in records if r.stream is not None and r.stream.silent_s and r.doubted is None)
+        quiet = (r for r in records if r.stream is not None and r.stream.silent_s and _another(r) is not None)
         for record in itertools.islice(quiet, self._room_for_hedges()):
             assert record.stream is not None
             actions += self.doubt(record, record.stream.silent_s, now_s)
@@ -237,3 +234,11 @@ class Recovery:
         if verdict is not None and is_invalid(verdict) and record.request.generated_token_ids:
             verdict = record.outgrown(verdict)
         return self.fail(record, verdict or record.lost(stream, cause))
+
+
+def _another(record: Inbound) -> str | None:
+    """Whom to ask while its stream is doubted; None where there is nobody, nothing is owed, or somebody is asked already."""
+    stream = record.stream
+    if stream is None or record.doubted is not None or (stream.stage is InboundStage.COMPUTED and record.covered):
+        return None
+    return record.ladder.next_peer(but=stream.peer)

@@ -61,6 +61,19 @@ def test_a_moment_of_quiet_does_not_send_all_of_a_peer_s_prompts_to_the_next_one
     assert side.is_idle
 
 
+def test_prompts_that_nobody_else_can_be_asked_for_take_no_turn_of_those_that_wait_for_one() -> None:
+    side = decode_side()
+    alone = [HandoffId(f"alone{index}", index + 1) for index in range(MOST_HEDGES)]
+    others = [HandoffId(f"r{index}", MOST_HEDGES + index + 1) for index in range(MOST_HEDGES + 1)]
+    for handoff in (*alone, *others):
+        peers = ("p",) if handoff in alone else ("p", "q")
+        side.start(request(request_id=handoff.request_id), 0, peers, 0.0)
+    asked = [only(act.OpenStream, say(side, handoff, QUIET)) for handoff in others[:-1]]
+    assert not any(say(side, handoff, QUIET) for handoff in (*alone, others[-1]))
+    assert outcome_of(say(side, asked[0].handoff, Accepted(cached_tokens=0), Started())) == "moved"
+    assert only(act.OpenStream, side.tick(1.2)).handoff.request_id == others[-1].request_id
+
+
 def outcome_of(actions: Sequence[act.DecodeAction]) -> str:
     return only(act.Hedged, actions).outcome
 
