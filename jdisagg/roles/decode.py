@@ -155,7 +155,7 @@ class DecodeRole:
     def _execute(self, actions: Sequence[act.DecodeAction], now_s: float) -> list[Output]:
         outputs: list[Output] = []
         for action in actions:
-            outputs += self._execute_one(action, now_s)
+            outputs += map(self._provenance.ended, self._execute_one(action, now_s))
         return outputs
 
     def _execute_one(self, action: act.DecodeAction, now_s: float) -> list[Output]:

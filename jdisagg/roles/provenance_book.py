@@ -35,6 +35,13 @@ class ProvenanceBook:
             **{name: getattr(earlier, name) + getattr(now, name) for name in _COUNTS},
         )
 
+    def ended(self, output: Output) -> Output:
+        """An output of a hand-off. Where it is the last one, what an earlier hand-off of its request brought counts, too."""
+        if output.finish is None or output.request_id not in self._of:
+            return output
+        self.arrived(output.request_id, output.provenance or Provenance())
+        return self.signed(output)
+
     def forget(self, request_id: str) -> None:
         """The request is over; idempotent."""
         self._of.pop(request_id, None)

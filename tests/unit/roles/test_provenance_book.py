@@ -9,6 +9,7 @@ import pytest
 from jdisagg.core.requests import FinishReason, Output, Provenance
 from jdisagg.roles.provenance_book import ProvenanceBook
 from tests.unit.roles.measured import Unified
+from tests.unit.roles.world import World
 from tests.unit.sched.engine_fake import request
 
 LAST = Output(request_id="r", finish=FinishReason.LENGTH)
@@ -37,6 +38,39 @@ def test_the_prompt_that_is_computed_here_after_all_names_who_brought_the_last_o
     assert signed is not None
     assert (signed.prefill_worker, signed.prefilled_tokens, signed.transferred_tokens) == ("p", 5, 10)
     assert signed.recoveries == ("refetch", "local_prefill")
+
+
+def test_a_request_that_ends_with_a_later_hand_off_says_what_the_earlier_one_brought() -> None:
+    book = ProvenanceBook(page_size=4)
+    own = replace(LAST, provenance=Provenance(prefill_worker="q", prefilled_tokens=3, recoveries=("reconnect",)))
+    assert book.ended(own) == own
+    book.arrived("r", FIRST_TIME)
+    going_on = replace(own, finish=None)
+    assert book.ended(going_on) == going_on
+    told = replace(
+        FIRST_TIME, prefill_worker="q", prefilled_tokens=13, transferred_pages=3, recoveries=("refetch", "reconnect")
+    )
+    assert book.ended(own).provenance == told
+    book.arrived("failed", FIRST_TIME)
+    assert book.ended(Output(request_id="failed", finish=FinishReason.ERROR)).provenance == replace(
+        FIRST_TIME, transferred_pages=3
+    )
+
+
+@pytest.mark.usefixtures("no_sleep")
+def test_a_request_that_lost_its_pages_and_ends_with_the_token_of_its_second_prefill_says_what_was_transferred() -> None:
+    world = World(
+        local_prefill=False, decode_pages=12, prefill_pages=80, buffer_bytes=400, reserved_decode_tokens=0, caching=False
+    )
+    world.submit(request("a", tuple(range(1, 14)), 13))
+    world.submit(request("b", tuple(range(2, 9)), 12))
+    world.settle()
+    assert world.decode.scheduler.stats.retractions == 1
+    last = world.outputs["b"][-1]
+    assert (last.finish, len(last.token_ids)) == (FinishReason.LENGTH, 1)
+    assert last.provenance is not None
+    assert (last.provenance.transferred_tokens, last.provenance.transferred_pages) == (7, 2)
+    assert last.provenance.prefilled_tokens == 7 + 14, "and the second time, but for a page that P had"
 
 
 def test_of_a_request_that_is_over_nothing_is_kept() -> None:
