@@ -20,6 +20,7 @@ from jdisagg.api.status_details import details_metadata, end_call, read_retry_af
 from jdisagg.core.errors import (
     Cancelled,
     DeadlineExceeded,
+    Deadly,
     HandoffLost,
     InvalidRequest,
     JdisaggError,
@@ -114,6 +115,7 @@ def encode_error(error: RequestError) -> common_pb2.RequestFailure:
         field=error.field or "",
         retry_after_ms=round(retry_after_s * 1000),
         numerical=isinstance(error, NumericalError),
+        deadly=isinstance(error, Deadly),
     )
 
 
@@ -124,6 +126,8 @@ def decode_error(message: common_pb2.RequestFailure) -> RequestError:
         return Overloaded(text, retry_after_s=message.retry_after_ms / 1000)
     if message.numerical and name == NumericalError.grpc_status:
         return NumericalError(text)
+    if message.deadly and name == Deadly.grpc_status:
+        return Deadly(text)
     return _ERROR_BY_NAME.get(name, RequestError)(text, field=told(message.field) or None)
 
 

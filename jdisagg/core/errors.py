@@ -135,6 +135,10 @@ class HandoffLost(RequestError):
     reason = "handoff_lost"
 
 
+class Deadly(HandoffLost):
+    """As many prefill workers as one asks went down with it: it may be what they died of."""
+
+
 class Quarantined(HandoffLost):
     """In flight when several workers died: not tried again, and refused for a while."""
 

@@ -177,6 +177,7 @@ class DecodeSide:
             return []  # P owes nothing more, only pages are missing here
         if message.reason == "deadline":
             return self._recovery.fail(record, record.too_late())
+        record.ended(stream, message)
         cause = message.reason if message.error is None else f"{message.reason}: {message.error}"
         return self._on_error(record, message.error, cause, now_s)
 

@@ -33,6 +33,7 @@ class Doubts:
         """What follows, and whether the stream is the request's own again, so that the message is to be taken as such."""
         match message:
             case msg.StreamEnded(reason=reason, error=error):
+                record.ended(doubted.stream, message)
                 return self._recovery.move_on(record, now_s, reason if error is None else f"{reason}: {error}", error), False
             case msg.Awake() if not doubted.no_kv:
                 return self._recovery.go_back(record, now_s), False

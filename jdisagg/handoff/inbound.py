@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jdisagg.core.errors import DeadlineExceeded, HandoffLost, RequestError, Unavailable
+from jdisagg.core.errors import DeadlineExceeded, Deadly, HandoffLost, RequestError, Unavailable
 from jdisagg.core.requests import EngineRequest, Output, Provenance
 from jdisagg.handoff.actions import DecodeAction, Hedged, PeerReady, Recovered
 from jdisagg.handoff.inbound_stream import InboundStage, InboundStream
 from jdisagg.handoff.ladder import Ladder
-from jdisagg.handoff.messages import ChunkReady, Done, HandoffId, Open, PrefillToDecode, Started
+from jdisagg.handoff.messages import ChunkReady, Done, HandoffId, Open, PrefillToDecode, Started, StreamEnded
 
 MAX_PIECE_BYTES = 2**34  # of any model: credit and time for a fetch are counted before its bytes are compared with its shape
 
@@ -66,6 +66,11 @@ class Inbound:
         if self.stream is None or not self.reserved or not self.needs_kv or self.covered:
             return []
         return self.stream.grant()
+
+    def ended(self, stream: InboundStream, message: StreamEnded) -> None:
+        """`stream` is over."""
+        if message.is_death and stream.stage is not InboundStage.OPENING:
+            self.ladder.went_down(stream.peer)
 
     def stream_of(self, handoff: HandoffId) -> InboundStream | None:
         """The stream, if it is this one's: the current or the doubted one."""
@@ -238,7 +243,10 @@ class Inbound:
         last = "" if peer in cause else f" with {peer}"
         others = ", ".join(other for other in self.ladder.peers if other != peer)
         tried = f"; {others} tried before" if others else ""
-        return HandoffLost(f"request {request_id}: hand-off lost at stage {stage_of(stream)}{last}: {cause}{tried}; {advice}")
+        text = f"request {request_id}: hand-off lost at stage {stage_of(stream)}{last}: {cause}{tried}"
+        if self.ladder.is_deadly:
+            return Deadly(f"{text}; they may have died of it; {advice}")
+        return HandoffLost(f"{text}; {advice}")
 
     def outgrown(self, verdict: RequestError) -> HandoffLost:
         """The error of a stream that is longer by now than any prefill worker takes: no fault of its client."""

@@ -48,6 +48,7 @@ class Ladder:
         self._peers_now = peers_now
         self._num_failures: dict[str, int] = {}
         self._unfit: dict[str, RequestError] = {}
+        self._went_down: set[str] = set()
         self._busy: dict[str, str] = {}  # why
         self._pause_s = FIRST_PAUSE_S
 
@@ -56,6 +57,10 @@ class Ladder:
         self._num_failures[peer] = self._num_failures.get(peer, 0) + 1
         if error is not None and is_unfit(error):
             self._unfit[peer] = error
+
+    def went_down(self, peer: str) -> None:
+        """`peer` did, and it had taken the request."""
+        self._went_down.add(peer)
 
     def busy(self, peer: str, why: str) -> None:
         """`peer` has no room now; `why`: "full", say."""
@@ -111,6 +116,12 @@ class Ladder:
     @property
     def _is_suspect(self) -> bool:
         return len(self._num_failures) - len(self._unfit) >= MAX_PREFILL_PEERS
+
+    @property
+    def is_deadly(self) -> bool:
+        """Whether so many have gone down with the request, one after the other, that it may be what they died of. Those that
+        were not reached, or whose KV did not come, say nothing about it."""
+        return len(self._went_down) >= MAX_PREFILL_PEERS
 
     @property
     def verdict(self) -> RequestError | None:

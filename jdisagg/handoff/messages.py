@@ -196,6 +196,11 @@ class StreamEnded:
     reason: str  # "closed" | "dead" | "heartbeat" | "unread" | "hello" | "deadline" | "unreachable"
     error: RequestError | None = None
 
+    @property
+    def is_death(self) -> bool:
+        """Whether P went down, as far as D can know: it does not answer any more."""
+        return self.reason in ("dead", "heartbeat")
+
 
 Down = Open | Grant | Ack | Want | ChunkReady | Declined  # what travels from D to P,
 Up = Accepted | Started | Parked | ChunkReady | Done | Refused | Want | Grant | Ack  # and from P to D

@@ -224,7 +224,7 @@ class FleetEngine:
             return flight.failed(event)
         if isinstance(event, Output):
             if isinstance(event.error, _RECOVERABLE):
-                event = Lost(event.error, death=False)
+                event = Lost.told(event.error)
             elif wrong := flight.objection(event):
                 event = Lost(HandoffLost(wrong), death=False)
             elif not self._placement.may_speak(flight, event):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jdisagg.api.worker.client import CLOSED, SILENT
-from jdisagg.core.errors import HandoffLost, Overloaded, RequestError
-from jdisagg.core.fleet import Key
+from jdisagg.core.errors import Deadly, HandoffLost, Overloaded, RequestError
+from jdisagg.core.fleet import MAX_PREFILL_PEERS, Key
 from jdisagg.router.entry import Entry
 from jdisagg.router.worker_news import EVICTED
 
@@ -16,7 +16,8 @@ MOST_ASKED = 32  # full workers, one behind the other, of a fleet that has more
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The attempt is over without an end. `death`: the worker went down, as opposed to giving the request back."""
+    """The attempt is over without an end. `death`: its worker, or several prefill workers, went down, as opposed to giving the
+    request back."""
 
     error: RequestError
     death: bool
@@ -30,6 +31,16 @@ class Lost:
         death = reason != CLOSED and not entry.member.draining
         return cls(error, death, entry.key if death else None, reason)
 
+    @classmethod
+    def told(cls, error: RequestError) -> Lost:
+        """What a worker says that goes on without it."""
+        return cls(error, death=isinstance(error, Deadly))
+
+    @property
+    def num_down(self) -> int:
+        """Workers that went down, at least."""
+        return MAX_PREFILL_PEERS if isinstance(self.error, Deadly) else int(self.death)
+
 
 class Setbacks:
     """Of one request, over all its attempts."""
@@ -37,12 +48,13 @@ class Setbacks:
     def __init__(self) -> None:
         self.tried: frozenset[str] = frozenset()  # addresses that failed it
         # each attempt that was lost counts in one of three:
-        self.deaths = 0
+        self.deaths = 0  # of workers; of prefill workers there are several in one
         self._num_full = 0  # it was given back by one that did nothing for it, until all have been asked
         self.refusals = 0  # it was given back
         self.replays = 0  # but for what full workers passed on, which had nothing of it
         self.last, self.worker = "", ""  # what the attempt before this one was lost to, and where
         self._blamed: dict[Key, float] = {}  # deaths, by workers that may come back
+        self._num_deadly = 0  # attempts with which prefill workers went down: each is a death
         self._blamed_attempt: int | None = None  # the last one
         self._retry_after_s: float | None = None  # the soonest that a full worker named
         self._since_s: float | None = None  # the attempt was lost and the next one has brought nothing yet
@@ -50,7 +62,7 @@ class Setbacks:
     @property
     def blame(self) -> float:
         """All deaths that speak against the request."""
-        return sum(self._blamed.values())
+        return sum(self._blamed.values()) + self._num_deadly
 
     def blame_for(self, lost: Lost, attempt: int) -> None:
         """It was in flight there, in that attempt, which is lost but once: what follows is said of the worker, which may end or
@@ -59,7 +71,9 @@ class Setbacks:
         if attempt == self._blamed_attempt:
             return
         self._blamed_attempt = attempt
-        if lost.worker is not None:
+        if isinstance(lost.error, Deadly):
+            self._num_deadly += 1
+        elif lost.worker is not None:
             self._blamed[lost.worker] = SILENCE if lost.reason in (SILENT, EVICTED) else 1.0
 
     def add(self, lost: Lost, worker: str, now_s: float, *, is_full: bool, alone: bool) -> None:
@@ -68,7 +82,7 @@ class Setbacks:
             self.begin(now_s)
         self.last, self.worker = lost.error.message, worker
         if lost.death:
-            self.deaths += 1
+            self.deaths += lost.num_down
         elif is_full and not (alone or self.has_asked_all):
             self._num_full += 1
         else:

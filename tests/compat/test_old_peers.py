@@ -12,12 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jdisagg.api.codec import decode_error, encode_error
 from jdisagg.api.peer.client import GrpcPeerClient
 from jdisagg.api.peer.codec import UpStream, decode_down, encode_down, encode_up
 from jdisagg.api.peer.identity_codec import encode_identity
 from jdisagg.api.peer.piece_server import add_peer_service
 from jdisagg.api.peer.server import PeerServer
 from jdisagg.core.config import LocalPrefill, TransferConfig
+from jdisagg.core.errors import Deadly, HandoffLost
 from jdisagg.core.requests import Output
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.events import FromPrefill
@@ -107,6 +109,13 @@ def test_a_piece_that_fails_is_asked_for_again_by_a_side_that_knows_no_groups() 
             world.finish_fetch(fetch, "checksum" if fetch.ready.key == "p0-0" else "ok")
     assert world.clients["r"].ends == ["complete"]
     assert len(world.prefillers["p0"].ranges) == 3, "one of two ranges was published twice"
+
+
+def test_a_router_that_cannot_know_what_took_prefill_workers_down_hears_of_a_lost_hand_off() -> None:
+    wire = encode_error(Deadly("they may have died of it"))
+    heard = decode_error(OLD["first"].relay(wire))
+    assert (type(heard), heard.message) == (HandoffLost, "they may have died of it")
+    assert type(decode_error(wire)) is Deadly
 
 
 def test_what_an_old_prefill_worker_never_says_is_said_once_for_it() -> None:

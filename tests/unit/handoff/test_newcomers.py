@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from jdisagg.core.config import TransferConfig
-from jdisagg.core.errors import HandoffLost, InvalidRequest, Overloaded, Unavailable
+from jdisagg.core.errors import Deadly, HandoffLost, InvalidRequest, Overloaded, Unavailable
 from jdisagg.core.fleet import MAX_PREFILL_PEERS
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.decode_side import DecodeSide
 from jdisagg.handoff.ladder import Ladder
-from jdisagg.handoff.messages import Accepted, Done, HandoffId, Refused
+from jdisagg.handoff.messages import Accepted, Done, HandoffId, PrefillToDecode, Quiet, Refused, StreamEnded
 from tests.unit.handoff.late_rig import LATE
 from tests.unit.handoff.rig import CONFIG, DEAD, FIRST, H2, NEVER, H, decode_side, none_of, only, ready, request, stages
 from tests.unit.handoff.test_both_sides import PEER_LISTS, HandoffMachine
@@ -107,6 +109,52 @@ def test_a_request_that_ends_whoever_computes_it_does_not_go_through_the_whole_f
         assert only(act.OpenStream, side.on_message(stream(number), DEAD, 0.0)).peer == f"p{number}"
     known[:] = ["another"]
     assert not none_of(act.Fail, side.on_message(stream(MAX_PREFILL_PEERS), DEAD, 0.0))
+
+
+DOWN = (DEAD, StreamEnded(reason="heartbeat"))
+UNREACHED = (StreamEnded(reason="unreachable"), StreamEnded(reason="dead", error=Unavailable("no connection")))
+
+
+def lost(*ends: PrefillToDecode, config: TransferConfig = NEVER) -> Sequence[act.DecodeAction]:
+    """What follows where each of so many was reached, has taken the prompt, and then said that."""
+    side, _ = begun(*(f"p{number}" for number in range(len(ends))), config=config)
+    actions: Sequence[act.DecodeAction] = []
+    for number, end in enumerate(ends, 1):
+        assert none_of(act.Fail, actions)
+        if end not in UNREACHED:
+            side.on_message(stream(number), Accepted(cached_tokens=0), 0.0)
+        actions = side.on_message(stream(number), end, 0.0)
+    return actions
+
+
+def test_with_as_many_as_one_asks_going_down_the_request_is_said_to_be_what_they_may_have_died_of() -> None:
+    error = only(act.Fail, lost(*DOWN, *DOWN)).error
+    assert isinstance(error, Deadly)
+    assert error.message == (
+        "request r: hand-off lost at stage accepted with p3: heartbeat; p0, p1, p2 tried before; they may have died of it; "
+        "--local-prefill never forbids computing it here"
+    )
+    assert only(act.ComputeLocally, lost(*DOWN, *DOWN, config=CONFIG)), "where D may, it does"
+
+
+@pytest.mark.parametrize("other", [*UNREACHED, StreamEnded(reason="closed"), Accepted(cached_tokens=0)])
+def test_those_that_were_not_reached_or_live_speak_against_no_request(other: PrefillToDecode) -> None:
+    for ends in ((*DOWN, DEAD, other), (other, *DOWN, DEAD)):
+        error = only(act.Fail, lost(*ends)).error
+        assert type(error) is HandoffLost
+        assert "died" not in error.message
+
+
+def test_one_that_was_quiet_and_one_that_was_asked_meanwhile_go_down_with_it_like_any_other() -> None:
+    side, _ = begun("p0", "p1", "p2", "p3")
+    for handoff in (H, H2):  # p1 is asked as p0 is quiet, goes down, and then p2 is; p0 goes down, and p2
+        side.on_message(handoff, Accepted(cached_tokens=0), 0.0)
+        side.on_message(handoff, Quiet(0.6) if handoff == H else DEAD, 0.0)
+    side.on_message(stream(3), Accepted(cached_tokens=0), 0.0)
+    for number in (1, 3):
+        assert none_of(act.Fail, side.on_message(stream(number), DEAD, 0.0))
+    side.on_message(stream(4), Accepted(cached_tokens=0), 0.0)
+    assert isinstance(only(act.Fail, side.on_message(stream(4), DEAD, 0.0)).error, Deadly)
 
 
 def test_too_late_says_who_was_full() -> None:

@@ -7,7 +7,7 @@ from time import monotonic
 
 import pytest
 
-from jdisagg.core.errors import HandoffLost, Quarantined
+from jdisagg.core.errors import Deadly, HandoffLost, Quarantined
 from jdisagg.core.requests import Output
 from jdisagg.router.recovery import Quarantine
 from tests.unit.router.fakes import FakeWorker, Router
@@ -63,6 +63,26 @@ def test_who_makes_engines_raise_is_stopped_and_bystanders_go_on() -> None:
         for each in (*bystanders, later):
             assert_whole(*each)
         assert router.engine._replays.num_quarantined(monotonic()) == 2, "its id and its prompt"
+        await stop(router, *workers)
+
+    run_quiet(body())
+
+
+def test_who_takes_down_prefill_workers_is_stopped_at_the_second_decode_worker_that_says_so() -> None:
+    async def body() -> None:
+        router = await Router().start()
+        workers = await fleet(*(FakeWorker((router.address,)) for _ in range(4)), router=router)
+        for worker in workers:
+            worker.engine.refuse = Deadly("p1 to p4 are gone; they may have died of it")
+        outputs: list[Output] = []
+        await collect(router, ask("r1"), outputs)
+        assert isinstance(outputs[-1].error, Quarantined)
+        assert "in flight when 8 workers went down (last: p1 to p4 are gone; they" in outputs[-1].error.message
+        assert sum(bool(worker.engine.seen) for worker in workers) == 2
+        assert router.engine._replays.num_quarantined(monotonic()) == 2, "its id and its prompt"
+        for worker in workers:
+            worker.engine.refuse = None
+        assert_whole(asked := ask("r2"), await collect(router, asked))
         await stop(router, *workers)
 
     run_quiet(body())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jdisagg.api.worker.client import SILENT
-from jdisagg.core.errors import DeadlineExceeded, HandoffLost, Overloaded, RequestError, Unavailable
+from jdisagg.core.errors import DeadlineExceeded, Deadly, HandoffLost, Overloaded, Quarantined, RequestError, Unavailable
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Output
 from jdisagg.router.entry import Entry
@@ -33,7 +33,7 @@ class Rig:
 
     def lose(self, error: RequestError, *, alone: bool = False, now_s: float = 0.0) -> float:
         """A worker gave it back."""
-        return self._next(Lost(error, death=False), alone, now_s)
+        return self._next(Lost.told(error), alone, now_s)
 
     def die(self, number: int, reason: str = "connection reset", *, alone: bool = False) -> float:
         """That worker went down under it."""
@@ -167,6 +167,21 @@ def test_a_request_that_a_dead_worker_had_accepted_is_not_sent_away_by_full_ones
     assert rig.lose(Overloaded("full"), alone=True) > 0.0
     with pytest.raises(Overloaded):
         Rig().lose(Overloaded("full"), alone=True)
+
+
+def test_prefill_workers_that_go_down_in_two_attempts_are_two_deaths() -> None:
+    rig = Rig()
+    assert rig.lose(Deadly("p1 to p4 are gone"), alone=True) == 0.0
+    assert rig.replays.num_quarantined(0.0) == 0
+    for _ in range(3):
+        rig.lose(HandoffLost("every rung failed"))
+    with pytest.raises(Quarantined, match=r"in flight when 8 workers went down \(last: p5 to p8 are gone\)"):
+        rig.lose(Deadly("p5 to p8 are gone"))
+    assert rig.replays.num_quarantined(0.0) == 2, "its id and its prompt"
+    other = Rig()
+    other.die(1)
+    with pytest.raises(Quarantined, match="in flight when 5 workers went down"):
+        other.lose(Deadly("p1 to p4 are gone"))
 
 
 def test_four_silences_are_two_deaths() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.api.worker.client import CLOSED, SILENT
-from jdisagg.core.errors import HandoffLost
+from jdisagg.core.errors import Deadly, HandoffLost
 from jdisagg.router.entry import Entry
 from jdisagg.router.setbacks import Lost, Setbacks
 from jdisagg.router.worker_news import EVICTED
@@ -48,6 +48,15 @@ def test_a_worker_that_closed_its_stream_and_one_that_gave_the_request_back_spea
     setbacks.blame_for(Lost.of(Entry(MEMBER, 0.0), CLOSED), 1)
     setbacks.blame_for(Lost(HandoffLost("every rung failed"), death=False), 2)
     assert setbacks.blame == 0
+
+
+def test_prefill_workers_that_went_down_with_a_request_are_one_death_an_attempt_whoever_told_of_them_and_comes_back() -> None:
+    setbacks, entry = Setbacks(), Entry(MEMBER, 0.0)
+    for attempt in (1, 1, 2):
+        setbacks.blame_for(Lost.told(Deadly("they may have died of it")), attempt)
+    setbacks.blame_for(Lost.of(entry, "reset"), 2)
+    setbacks.is_back(entry.key)
+    assert setbacks.blame == 2.0
 
 
 @pytest.mark.parametrize(("first", "then", "deaths"), [("reset", EVICTED, 1.0), (SILENT, "reset", 0.5)])
