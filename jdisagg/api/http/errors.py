@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse
 
 from jdisagg.api.generation.context_length import ContextLengthExceeded
 from jdisagg.api.status_details import shown
-from jdisagg.core.errors import DeadlineExceeded, JdisaggError, ModelNotFound, Overloaded, Quarantined, Unauthenticated
+from jdisagg.core.errors import DeadlineExceeded, Deadly, JdisaggError, ModelNotFound, Overloaded, Quarantined, Unauthenticated
 
 _CODES: dict[type[JdisaggError], str] = {
     ContextLengthExceeded: "context_length_exceeded",
@@ -21,7 +21,7 @@ _DEADLINES = (
     "batch without one"
 )
 # OpenAI's clients would by themselves have it computed three times, or end three times as many workers
-_NOT_AGAIN = (DeadlineExceeded, Quarantined)
+_NOT_AGAIN = (DeadlineExceeded, Deadly, Quarantined)
 
 
 def error_object(error: JdisaggError) -> dict[str, Any]:
