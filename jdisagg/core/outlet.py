@@ -87,21 +87,33 @@ class Outlet:
         return bool(found)
 
 
+def reopened_pipe(number: int) -> int | None:
+    """Another descriptor of the pipe `number`, in which a write never waits, the caller's to close; None where that is no pipe,
+    or somebody else's. O_NONBLOCK of `number` would be that of its other writers, too."""
+    return _reopened(number) if _is_pipe(number) else None
+
+
 @contextmanager
 def _never_waiting(number: int) -> Iterator[int]:
     """The same pipe or terminal, in which a write never waits, whatever others write there; else `number` itself.
 
-    A terminal says that it has room when it has some, and keeps whoever writes more. O_NONBLOCK of `number` would be that of
-    its other writers, too."""
-    own = None
-    if stat.S_ISFIFO(os.fstat(number).st_mode) or os.isatty(number):
-        with suppress(OSError):  # it may be somebody else's
-            own = os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    A terminal says that it has room when it has some, and keeps whoever writes more."""
+    own = _reopened(number) if _is_pipe(number) or os.isatty(number) else None
     try:
         yield number if own is None else own
     finally:
         if own is not None:
             os.close(own)
+
+
+def _is_pipe(number: int) -> bool:
+    return stat.S_ISFIFO(os.fstat(number).st_mode)
+
+
+def _reopened(number: int) -> int | None:
+    with suppress(OSError):  # it may be somebody else's
+        return os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    return None
 
 
 def _descriptor(stream: TextIO) -> int | None:

@@ -32,7 +32,7 @@ import uvloop
 
 from jdisagg.api.tasks import start_in, threads_beside
 from jdisagg.core.logs import make_formatter
-from jdisagg.core.outlet import Outlet
+from jdisagg.core.outlet import Outlet, reopened_pipe
 from jdisagg.serve.cores import usable_cores
 from jdisagg.serve.environment import PARENT_VARIABLE
 
@@ -69,8 +69,9 @@ class Process:
             loop.add_signal_handler(number, self._stop, number)
         faulthandler.unregister(signal.SIGUSR1)  # it would go on chaining to what `end_when_told` left there
         loop.add_signal_handler(signal.SIGUSR1, self._dump)
-        faulthandler.enable()
-        faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
+        stacks = _where_stacks_go()
+        faulthandler.enable(stacks)
+        faulthandler.register(signal.SIGUSR1, stacks, all_threads=True, chain=True)
 
     def leave(self, status: int) -> None:
         """All is done: SIGTERM and SIGINT end what is left of the process, which may take a while, with the same status."""
@@ -136,7 +137,15 @@ def end_when_told() -> None:
         signal.signal(number, _end)
     signal.signal(signal.SIGUSR1, lambda *_: None)
     # without chain the read that hangs would be restarted, and a SIGTERM that came while stacks were written not be heard
-    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
+    faulthandler.register(signal.SIGUSR1, _where_stacks_go(), all_threads=True, chain=True)
+
+
+def _where_stacks_go() -> int:
+    """A descriptor of stderr, for good. A pipe takes of stacks what it has room for: while nobody reads it, a handler that
+    waits would keep the event loop, and a process that crashed from its end."""
+    number = sys.stderr.fileno()
+    own = reopened_pipe(number)
+    return number if own is None else own
 
 
 def _end(number: int, frame: FrameType | None) -> None:

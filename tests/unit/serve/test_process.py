@@ -7,12 +7,13 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import termios
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from threading import Timer
@@ -114,25 +115,68 @@ def test_sigusr1_shows_where_a_process_hangs_that_has_not_begun_to_load(tmp_path
 
 
 def test_a_process_that_is_told_to_end_while_it_writes_its_stacks_ends(tmp_path: Path) -> None:
-    """Whoever reads them is slow, so that the signal comes in the midst of them."""
-    here, there = os.pipe()
-    size = fcntl.fcntl(there, fcntl.F_SETPIPE_SZ, 4096)
-    with reading_settings(tmp_path, stderr=there) as process:
-        os.write(there, b"." * (size - 64))
+    """Whoever reads them is slow, so that the signal comes in the midst of them: of a pipe nobody waits for room, of a socket
+    one does."""
+    here, there = socket.socketpair()
+    there.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # as small as there is
+    with reading_settings(tmp_path, stderr=there.fileno()) as process, here, there:
         process.send_signal(signal.SIGUSR1)
-        while process.poll() is None and _waiting(here) <= size - 64:
-            time.sleep(0.01)
+        seen = -1
+        while process.poll() is None and (seen <= 0 or _waiting(here) > seen):  # it has begun, and goes on
+            seen = _waiting(here)
+            time.sleep(0.1)
         process.terminate()
-        os.close(there)
-        with open(here, encoding="utf-8") as said:
+        there.close()
+        with here.makefile(encoding="utf-8") as said:
             assert " in load_config" in said.read()
         process.wait()
     assert process.returncode == 0
 
 
-def _waiting(pipe: int) -> int:
+def _waiting(end: socket.socket) -> int:
     """Bytes that have not been read."""
-    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+    return int.from_bytes(fcntl.ioctl(end, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+@contextmanager
+def unread() -> Iterator[int]:
+    """A pipe that is full, and that nobody reads."""
+    here, there = os.pipe()
+    own = os.open(f"/proc/self/fd/{there}", os.O_WRONLY | os.O_NONBLOCK)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(own, b"." * 4096)
+    try:
+        yield there
+    finally:
+        for number in (here, there, own):
+            os.close(number)
+
+
+@pytest.mark.parametrize(("signals", "status"), [((signal.SIGUSR1, signal.SIGTERM), 0), ((signal.SIGSEGV,), -signal.SIGSEGV)])
+def test_stacks_that_nobody_reads_keep_no_process_from_its_end(signals: tuple[signal.Signals, ...], status: int) -> None:
+    with (
+        unread() as stderr,
+        subprocess.Popen([sys.executable, "-c", STARTING], stdout=subprocess.PIPE, stderr=stderr, text=True) as process,
+    ):
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        try:
+            for number in signals:
+                process.send_signal(number)
+                time.sleep(0.2)
+            assert process.wait(timeout=20.0) == status
+        finally:
+            process.kill()
+
+
+def test_stacks_that_nobody_reads_keep_no_process_from_its_end_that_has_just_been_started(tmp_path: Path) -> None:
+    with unread() as stderr, reading_settings(tmp_path, stderr=stderr) as process:
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.2)
+        process.terminate()
+        process.wait()
+    assert process.returncode == 0
 
 
 DRAINED = """
