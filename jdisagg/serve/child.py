@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from time import monotonic
 
 from jdisagg.api.tasks import first_of
 from jdisagg.core.logs import passed_on
@@ -43,6 +44,7 @@ class Child:
         self._process = process
         self._outlet = outlet
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._spoke_s = monotonic()  # when it said something last, or began
         self._pumps = [
             asyncio.create_task(self._pump(stream)) for stream in (process.stdout, process.stderr) if stream is not None
         ]
@@ -73,11 +75,14 @@ class Child:
         """Whether it has said READY."""
         return self._ready.done()
 
-    async def wait_ready(self, timeout_s: float) -> Ready | None:
-        """Its READY; None when it exits or `timeout_s` passes first."""
+    async def wait_ready(self, silence_s: float) -> Ready | None:
+        """Its READY; None when it exits first. Raises TimeoutError when it says nothing at all for `silence_s`."""
         exited = asyncio.create_task(self._process.wait())
         try:
-            await first_of(self._ready, exited, timeout_s=timeout_s)
+            while not (self._ready.done() or exited.done()):
+                await first_of(self._ready, exited, timeout_s=max(0.0, self._spoke_s + silence_s - monotonic()))
+                if not (self._ready.done() or exited.done()) and monotonic() - self._spoke_s >= silence_s:
+                    raise TimeoutError
         finally:
             exited.cancel()
         return self._ready.result() if self._ready.done() else None
@@ -111,6 +116,7 @@ class Child:
 
     async def _pump(self, stream: asyncio.StreamReader) -> None:
         while line := await _read_line(stream):
+            self._spoke_s = monotonic()
             text = line.decode("utf-8", errors="replace").rstrip("\r\n")
             ready = parse(text) if stream is self._process.stdout else None
             if ready is not None and not self._ready.done():

@@ -36,7 +36,7 @@ class StartFailed(Exception):
 class Patience:
     """How long the supervisor waits for what."""
 
-    start_s: float = 900.0  # from start to READY: load, compile, warm up
+    silence_s: float = 3600.0  # of one that is not READY: weights may come from afar, and what compiles says so now and then
     first_delay_s: float = 0.5
     max_delay_s: float = 10.0
     stable_s: float = 30.0  # READY this long = the next crash starts from the first delay
@@ -124,7 +124,12 @@ class Supervisor:
         if self._stopping.is_set():
             return _Run(None, await self._end(child), "")
         self._children[spec.name] = (spec, child)
-        ready = await child.wait_ready(self._patience.start_s)
+        ready = ending = None
+        try:
+            ready = await child.wait_ready(self._patience.silence_s)
+        except TimeoutError:
+            ending = f"said nothing for {self._patience.silence_s:.0f} s, and was ended"
+            log.error("%s: not ready, and said nothing for %.0f s; ending it", spec.name, self._patience.silence_s)
         if ready is None and not self._stopping.is_set():
             await self._end(child)
         elif ready is not None and not first.done():
@@ -136,7 +141,8 @@ class Supervisor:
         served_s = 0.0 if ready is None else time.monotonic() - ready_s
         if not self._stopping.is_set():
             del self._children[spec.name]
-        return _Run(ready, status, f"exited with {status}" if status >= 0 else f"was ended by signal {-status}", served_s)
+        ending = ending or (f"exited with {status}" if status >= 0 else f"was ended by signal {-status}")
+        return _Run(ready, status, ending, served_s)
 
     def _pass_on(self, keeper: asyncio.Task[None], first: asyncio.Future[Ready]) -> None:
         """A keeper that broke must not leave `start` waiting, nor a fleet without one of its processes."""

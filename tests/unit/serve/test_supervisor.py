@@ -8,7 +8,9 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -157,6 +159,54 @@ def test_a_child_for_which_there_never_was_a_process_ends_the_start(tmp_path: Pa
 
     asyncio.run(body())
     assert len(attempts) == 3
+
+
+LOADING = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # as a worker ends that is not ready
+for _ in range(int(sys.argv[1])):
+    time.sleep(0.3)
+    print("compiled", file=sys.stderr, flush=True)
+if len(sys.argv) == 3:
+    print('{"event": "ready", "role": "decode"}', flush=True)
+while True:
+    time.sleep(0.1)
+"""
+
+
+def loading(*flags: str) -> ChildSpec:
+    """A child that loads, and says so `flags[0]` times."""
+    return ChildSpec(name="d", command=lambda _: (sys.executable, "-c", LOADING, *flags))
+
+
+def test_a_child_that_is_not_ready_and_says_nothing_is_ended_with_a_line_that_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        supervisor = Supervisor(replace(QUICK, silence_s=1.0))
+        async with asyncio.timeout(LIMIT_S):
+            with pytest.raises(
+                StartFailed, match=r"^d said nothing for 1 s, and was ended before it was ready, 3 times"
+            ) as failed:
+                await supervisor.start([loading("1")])
+            await supervisor.stop()
+        assert failed.value.status == 1
+
+    asyncio.run(body())
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert said.count("d: not ready, and said nothing for 1 s; ending it") == 3
+    assert sum(text.startswith("d: said nothing for 1 s, and was ended; starting it again in") for text in said) == 2
+
+
+def test_a_child_that_says_what_it_loads_may_take_as_long_as_it_takes(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        supervisor = Supervisor(replace(QUICK, silence_s=3.0))
+        async with asyncio.timeout(LIMIT_S):
+            began_s = time.monotonic()
+            await supervisor.start([loading("12", "ready")])
+            assert time.monotonic() - began_s >= 3.5
+            await supervisor.stop()
+
+    asyncio.run(body())
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_a_bug_of_ours_does_not_leave_a_fleet_without_one_of_its_processes(
