@@ -36,6 +36,12 @@ class NoMemory(ConfigError):
     exit_status = 1
 
 
+class NotFetched(ConfigError):
+    """A model that cannot be fetched now: the network fails, or whoever has it is down. A supervisor tries again."""
+
+    exit_status = 1
+
+
 class RequestError(JdisaggError):
     """Base of errors that end one request and no other."""
 

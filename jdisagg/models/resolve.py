@@ -12,7 +12,7 @@ import huggingface_hub
 from huggingface_hub import constants as hub_constants
 from huggingface_hub import errors as hub_errors
 
-from jdisagg.core.errors import ConfigError
+from jdisagg.core.errors import ConfigError, NotFetched
 from jdisagg.core.files import no_access
 from jdisagg.core.json_values import is_finite
 from jdisagg.core.told import told
@@ -24,6 +24,7 @@ HUB_WEIGHTS = ("*.safetensors", "orbax/**")
 HUB_IGNORED = ("consolidated*", "original/*")  # the same weights once more, in their authors' form
 INDEX = "model.safetensors.index.json"  # of weights in several files
 ADAPTER = "adapter_config.json"  # of LoRA and its kin
+_BUSY = frozenset((408, 429))  # what the Hub answers of itself, beside 5xx; other 4xx are of what it was asked
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -31,7 +32,7 @@ def resolve_model(name: str, *, weights: bool = True) -> Path:
     """The directory of a model: "demo" (in the package), a directory, or a Hub id, whose local cache is asked first.
     Of a Hub id weights are fetched only with `weights`: they are gigabytes that a router never reads.
 
-    Raises ConfigError when there is no such directory, or the Hub has no such model or cannot be reached.
+    Raises ConfigError when there is no such directory, or the Hub has no such model; NotFetched when it cannot be reached.
     """
     return local_model(name) or _from_hub(name, weights=weights)
 
@@ -216,7 +217,7 @@ def _from_hub(name: str, *, weights: bool) -> Path:
         pass  # not in the cache: ask the Hub, whose answer is the one worth reporting
     try:
         return Path(huggingface_hub.snapshot_download(name, **patterns))
-    except (hub_errors.HfHubHTTPError, hub_errors.HFValidationError, OSError) as error:
+    except Exception as error:  # the library has many kinds of them, and lets those of others through
         where = f"{name} is no directory, not in the local Hub cache, and"
         raise _unfetched(where, error, "demo, a directory, or a Hub id (OWNER/NAME) that is cached or reachable") from error
 
@@ -246,11 +247,23 @@ def _config_from_hub(name: str) -> Path:
         pass  # as above
     try:
         return Path(huggingface_hub.hf_hub_download(name, "config.json"))
-    except (hub_errors.HfHubHTTPError, hub_errors.LocalEntryNotFoundError, hub_errors.HFValidationError, OSError) as error:
+    except Exception as error:  # as above
         where = f"config.json of {name} is not in the local Hub cache and"
         raise _unfetched(where, error, "the path of a config.json or of a directory that holds one") from error
 
 
 def _unfetched(where: str, error: Exception, wanted: str) -> ConfigError:
-    first = str(error).strip().splitlines()[0]
-    return ConfigError(f"--model: {where} could not be fetched ({first}); give {wanted}")
+    first = next(iter(str(error).strip().splitlines()), repr(error))
+    kind = NotFetched if _may_pass(error) else ConfigError
+    return kind(f"--model: {where} could not be fetched ({first}); give {wanted}")
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    """It is of the network, or of a Hub that is down or busy; not of what that was asked, nor of this machine."""
+    if isinstance(error, hub_errors.LocalEntryNotFoundError):
+        return _may_pass(error.__cause__)  # it has not the file, and asked in vain for that reason
+    if isinstance(error, hub_errors.HfHubHTTPError):
+        return error.response.status_code >= 500 or error.response.status_code in _BUSY
+    if isinstance(error, OSError):
+        return isinstance(error, ConnectionError | TimeoutError) and not isinstance(error, hub_errors.OfflineModeIsEnabled)
+    return error is not None and not isinstance(error, ValueError)  # as of the library for HTTP
