@@ -14,6 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -54,8 +55,10 @@ class PrefillRole:
         worker: str,
         borrowing: KVBorrowing,
         slow_request_s: float = inf,
+        lives: Metrics | None = None,
     ) -> None:
-        """`slow_request_s`: prompts whose hand-off takes longer in all are logged with their life."""
+        """`slow_request_s`: prompts whose hand-off takes longer in all are logged with their life. `lives`: what the phases of
+        prompts are observed into, if not `metrics`."""
         self._scheduler = scheduler
         self._handoffs = handoffs
         self._runner = runner
@@ -64,7 +67,7 @@ class PrefillRole:
         self._published_bytes, self._leases = GaugeShare(metrics.transfer.published_bytes), GaugeShare(metrics.transfer.leases)
         self._worker = worker
         self._borrowing = borrowing
-        self._slow_request_s = slow_request_s
+        self._record = partial(RequestRecord, metrics if lives is None else lives, slow_s=slow_request_s)
         self._records: dict[str, RequestRecord] = {}  # of live hand-offs, by engine request id
         self._num_computed = Counter[str]()  # tokens in steps so far, by engine request id, until the hand-off is over
         self._opened: dict[HandoffId, PeerOpened] = {}  # live hand-offs, as their D opened them
@@ -240,7 +243,7 @@ class PrefillRole:
             self._execute(self._handoffs.on_refused(handoff, error), now_s)
             return
         self._borrowing.consider(admit, now_s)
-        self._records[request.request_id] = RequestRecord(self._metrics, request, now_s, self._slow_request_s)
+        self._records[request.request_id] = self._record(request, now_s)
         cached_tokens = self._scheduler.held_tokens(request.request_id)
         self._execute(self._handoffs.on_admitted(handoff, cached_tokens), now_s)
 

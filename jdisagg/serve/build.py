@@ -166,7 +166,8 @@ def _colocated(
     computed, lent = DevicePutPublisher(prefill.inbox.post), DevicePutPublisher(decode.inbox.post)
     fetcher, borrowed = _exchange(computed, prefill, decode), _exchange(lent, decode, prefill)
     deployment.closers += [lent.close, borrowed.close, computed.close, fetcher.close]
-    deployment.add_engine(prefill, prefill_role(prefill, PublisherSet([computed]), borrowed))
+    nowhere = Metrics()  # D observes the whole lives of the same requests
+    deployment.add_engine(prefill, prefill_role(prefill, PublisherSet([computed]), borrowed, lives=nowhere))
     role = decode_role(
         decode,
         peers=InProcessPeers(prefill.inbox, decode.inbox),

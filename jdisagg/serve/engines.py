@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 
+from jdisagg.core.metrics import Metrics
 from jdisagg.engine.nan_search import NanSearch
 from jdisagg.handoff.borrower import Borrower
 from jdisagg.handoff.decode_side import DecodeSide
@@ -51,9 +52,9 @@ def start_engine(core: Core, role: EngineRole, on_crash: OnCrash, kv_feed: KVEve
     return thread
 
 
-def prefill_role(core: Core, publishers: PublisherSet, borrowed: Fetcher) -> EngineRole:
+def prefill_role(core: Core, publishers: PublisherSet, borrowed: Fetcher, *, lives: Metrics | None = None) -> EngineRole:
     """Prompts for decode workers. `borrowed` brings KV of theirs, if it is wanted: what it brought is found again in the
-    prefix cache."""
+    prefix cache. `lives`: see PrefillRole."""
     config, spec = core.config.transfer, core.kv_spec
     borrowing = KVBorrowing(
         Borrower(config, bytes_per_token=spec.bytes_per_token),
@@ -74,6 +75,7 @@ def prefill_role(core: Core, publishers: PublisherSet, borrowed: Fetcher) -> Eng
         worker=core.worker,
         borrowing=borrowing,
         slow_request_s=core.config.server.slow_request_s,
+        lives=lives,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,12 @@ async def tokenized(client: httpx.AsyncClient, messages: list[dict[str, str]]) -
     return response.json()["tokens"]
 
 
+async def observed(client: httpx.AsyncClient) -> dict[str, float]:
+    """How many lives of requests, and of each phase, were observed."""
+    text = (await client.get("/metrics")).text
+    return {name: float(value) for name, value in re.findall(r"^(jdisagg_request_\w*seconds_count) (\S+)$", text, re.MULTILINE)}
+
+
 async def two_turns(config: Config) -> tuple[int, int]:
     """Cached tokens of the second turn asked once more, and those it must have had."""
     question = [{"role": "user", "content": QUESTION}]
@@ -109,6 +116,9 @@ async def two_turns(config: Config) -> tuple[int, int]:
         cached = (await chat(client, longer))["usage"]["prompt_tokens_details"]["cached_tokens"]
         print(f"\n{config.role}: {len(before)} and {len(after)} prompt tokens, {cached} cached")
         again = (await chat(client, longer))["usage"]["prompt_tokens_details"]["cached_tokens"]
+        counts = await observed(client)
+        assert set(counts.values()) <= {3, 0}, f"of three requests, by one of the engines: {counts}"
+        assert counts["jdisagg_request_seconds_count"] == 3
         assert alike > 3 * CHAT_PAGE
         assert cached % CHAT_PAGE == 0
         # The answer's own tokens are found again when its text is tokenized to the same ids.

@@ -117,3 +117,4 @@ def test_colocated_engines_may_share_one_device(
     assert_same(requests, reference, run_all(server.grpc, requests))
     assert server.metric("jdisagg_prefill_tokens_total", role="decode") == 0
     assert server.metric("jdisagg_transfer_bytes_total", backend="device_put") > 0
+    assert server.metric("jdisagg_request_seconds_count") == server.metric("jdisagg_requests_finished_total") > 0
