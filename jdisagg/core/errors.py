@@ -42,6 +42,12 @@ class NotFetched(ConfigError):
     exit_status = 1
 
 
+class SelfTestFailed(ConfigError):
+    """An engine did not bring its own first request to an end. A supervisor starts a fresh one."""
+
+    exit_status = 1
+
+
 class RequestError(JdisaggError):
     """Base of errors that end one request and no other."""
 

@@ -37,6 +37,6 @@ def self_test(engine: EngineThread) -> None:
         except queue.Empty:
             raise Unavailable(f"the self-test did not finish within {TIMEOUT_S:.0f} s") from None
         if output.error is not None:
-            raise Unavailable(f"the self-test failed: {output.error.message}")
+            raise Unavailable(f"the self-test failed: {output.error.message}") from output.error
         if output.finish in (FinishReason.LENGTH, FinishReason.STOP):
             return
