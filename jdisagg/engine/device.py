@@ -22,6 +22,7 @@ from jdisagg.engine.sampler import Logprobs
 from jdisagg.engine.steps import PrefillOut, StepOut
 from jdisagg.kv.group import KVGroup
 from jdisagg.kv.layout import KVLayout
+from jdisagg.kv.memory import wants_memory
 from jdisagg.kv.pool import KVPool
 from jdisagg.models.decoder import DecoderModel, Params
 
@@ -52,7 +53,11 @@ class Device:
         self._model = model
         self._params = params
         new_state = partial(slots.new_state, shape.max_num_seqs, shape.pages_per_seq, shape.vocab_size)
-        self._state = jax.jit(new_state, out_shardings=self.whole)()
+        with wants_memory(
+            f"--max-num-seqs: no memory is left for what is kept of {shape.max_num_seqs} requests beside weights and KV; lower "
+            "it, or what KV gets (--kv-cache-bytes, --num-pages, --device-memory-utilization)"
+        ):
+            self._state = jax.block_until_ready(jax.jit(new_state, out_shardings=self.whole)())
         self._functions = jit_functions(model, layout, mesh, hidden_rows=shape.prefill_tokens)
 
     def prefill(self, batch: PrefillBatch) -> PrefillOut:

@@ -23,7 +23,8 @@ import jax
 from jdisagg.api.channels import Credentials, join_address
 from jdisagg.api.peer.byte_source import GrpcByteSource
 from jdisagg.handoff.identity import Backend
-from jdisagg.serve.engine_core import Core
+from jdisagg.kv.memory import wants_memory
+from jdisagg.serve.engine_core import NO_ROOM, Core
 from jdisagg.transfer.base import Fetcher, Post, Publisher
 from jdisagg.transfer.buffers import Buffers
 from jdisagg.transfer.choice import FetcherSet, PublisherSet
@@ -147,7 +148,8 @@ def _started(core: Core, start: Callable[[str], Half]) -> list[tuple[Backend, Ha
     started: list[tuple[Backend, Half]] = []
     for name in _ORDER[choice]:
         try:
-            started.append((_hello(name), start(name)))
+            with wants_memory(NO_ROOM):
+                started.append((_hello(name), start(name)))
         except (Unsupported, OSError) as error:
             log.warning("transfer backend %s is not offered: %s", name, error)
     return started

@@ -21,6 +21,7 @@ from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Role
 from jdisagg.engine.sizing import check_shared_device
 from jdisagg.kv.layout import choose_layout
+from jdisagg.kv.memory import wants_memory
 from jdisagg.models.form import choose_dtypes
 from jdisagg.models.resolve import read_config, resolve_model
 from jdisagg.models.sharding import make_mesh
@@ -30,7 +31,7 @@ from jdisagg.roles.unified import UnifiedRole
 from jdisagg.serve.backends import DecodeBackends, PrefillBackends
 from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.devices import usable_devices
-from jdisagg.serve.engine_core import Core, build_core
+from jdisagg.serve.engine_core import NO_ROOM, Core, build_core
 from jdisagg.serve.engines import OnCrash, decode_role, prefill_role
 from jdisagg.text.tokenizer import Tokenizer
 from jdisagg.transfer.base import Fetcher, Publisher
@@ -192,8 +193,9 @@ def _check_shared(config: Config, device: Any) -> None:
 
 def _exchange(publisher: DevicePutPublisher, source: Core, target: Core) -> Fetcher:
     """What brings pieces of `source`'s engine to that of `target`, in this process."""
-    example = source.runner.device.empty_piece()
-    return device_put_fetcher(publisher, target.piece_target, target.inbox.post, example)
+    with wants_memory(NO_ROOM):
+        example = source.runner.device.empty_piece()
+        return device_put_fetcher(publisher, target.piece_target, target.inbox.post, example)
 
 
 def _logging_to(config: Config, suffix: str) -> Config:

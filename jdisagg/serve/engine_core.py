@@ -22,6 +22,7 @@ from jdisagg.engine.runner import ModelRunner
 from jdisagg.engine.warmup import warm_up
 from jdisagg.handoff.credit import most_arriving_of
 from jdisagg.handoff.identity import Backend, CacheGroup, Identity
+from jdisagg.kv.memory import wants_memory
 from jdisagg.kv.spec import KVSpec
 from jdisagg.models.load import LoadedModel, load_model
 from jdisagg.models.sharding import make_mesh
@@ -36,6 +37,11 @@ from jdisagg.text.tokenizer import Tokenizer
 from jdisagg.transfer.target import PieceTarget
 
 log = logging.getLogger(__name__)
+
+NO_ROOM = (
+    "--transfer-chunk-tokens: no memory is left for a piece of KV beside weights and the pool; lower it, or what KV gets "
+    "(--kv-cache-bytes, --num-pages, --device-memory-utilization)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +121,10 @@ def build_core(
     )
     warmed = warm_up(runner)
     log.info("%s: %d executables compiled and run in %.1f s", role.value, len(warmed), monotonic() - loaded_s)
-    bits = _bits(runner, role)
     host_tokens = config.scheduler.host_kv_bytes // loaded.spec.kv_spec(loaded.kv_dtype).bytes_per_token
-    cost = measure_retraction_cost(runner) if host_tokens else None
+    with wants_memory(NO_ROOM):
+        bits = _bits(runner, role)
+        cost = measure_retraction_cost(runner) if host_tokens else None
     if cost is not None:
         log.info(
             "%s: host memory for KV of %d tokens; per token %.1f us to copy one way, %.1f us to compute again",

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdisagg.core.config import CacheConfig, Config
+from jdisagg.core.config import CacheConfig, Config, SchedulerConfig
 from jdisagg.core.errors import ConfigError, NoMemory
 from jdisagg.core.requests import Role
+from jdisagg.engine import device
 from jdisagg.engine.build import make_runner
 from jdisagg.kv.group import KVGroup
 from jdisagg.kv.layout import KVLayout, choose_layout
@@ -81,6 +82,17 @@ def test_a_pool_that_does_not_fit_is_a_bad_configuration_where_somebody_gave_its
     with pytest.raises(ConfigError, match=r"^--num-pages: \d+ pages of KV take .* 5 bytes") as refused:
         make_runner(*loaded, Config(cache=CacheConfig(page_size=4, **given)), Role.UNIFIED)
     assert isinstance(refused.value, NoMemory) is may_pass
+
+
+def test_slots_that_do_not_fit_beside_the_pool_are_named_by_their_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 5 bytes.")
+
+    loaded = load()
+    monkeypatch.setattr(device.slots, "new_state", refuse)
+    config = Config(cache=CacheConfig(page_size=4, num_pages=8), scheduler=SchedulerConfig(max_num_seqs=3))
+    with pytest.raises(NoMemory, match=r"^--max-num-seqs: no memory is left for what is kept of 3 requests .* 5 bytes"):
+        make_runner(*loaded, config, Role.UNIFIED)
 
 
 def test_too_few_bytes_are_refused_by_the_name_of_their_flag():

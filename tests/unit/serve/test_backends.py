@@ -16,6 +16,7 @@ import pytest
 from jdisagg.api.channels import INSECURE
 from jdisagg.core.config import Config, ServerConfig, TransferConfig
 from jdisagg.core.drill import Drill
+from jdisagg.core.errors import NoMemory
 from jdisagg.handoff.identity import Backend
 from jdisagg.handoff.messages import ChunkReady, HandoffId
 from jdisagg.serve import backends
@@ -101,6 +102,15 @@ def test_a_port_that_cannot_be_bound_is_said_and_done_without(
     monkeypatch.setattr(backends, "TcpStore", refuse)
     assert names(worker.prefill(choice).offered) == left
     assert caplog.messages == ["transfer backend tcp is not offered: [Errno 99] Cannot assign requested address"]
+
+
+def test_a_backend_for_whose_pieces_no_memory_is_left_ends_the_start(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 5 bytes.")
+
+    monkeypatch.setattr(backends, "ShmStore", refuse)
+    with pytest.raises(NoMemory, match=r"^--transfer-chunk-tokens: no memory is left for a piece of KV .* 5 bytes"):
+        worker.prefill("auto")
 
 
 @pytest.mark.parametrize(("choice", "backend"), [("grpc", "grpc"), ("auto", "grpc"), ("auto", "tcp"), ("tcp", "tcp")])

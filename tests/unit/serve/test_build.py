@@ -1,17 +1,23 @@
-"""What a colocated worker refuses before it loads anything."""
+"""What a colocated worker refuses before it loads anything, and a worker for which no memory is left once it has."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import jax
 import pytest
 
 from jdisagg.aot.planned import planned_mesh
-from jdisagg.core.config import CacheConfig, Config, ModelConfig
-from jdisagg.core.errors import ConfigError
-from jdisagg.serve import build
+from jdisagg.core.config import CacheConfig, Config, ModelConfig, SchedulerConfig
+from jdisagg.core.errors import ConfigError, NoMemory
+from jdisagg.core.metrics import Metrics
+from jdisagg.core.requests import Role
+from jdisagg.serve import build, engine_core
+from jdisagg.serve.engine_core import build_core
+from jdisagg.transfer.device_put import DevicePutPublisher
 
 CONFIG = Config(role="colocated", model=ModelConfig(model="demo"))
 
@@ -50,3 +56,24 @@ def test_pools_of_given_sizes_share_a_device(cache: CacheConfig) -> None:
 def test_a_cpu_devices_of_their_own_and_pools_that_are_no_shares_go_on(platform: str, count: int) -> None:
     with pytest.raises(Loads):  # on TPU the demo's KV is turned in every step, and its pool as small as on a CPU
         start(CONFIG, platform, count)
+
+
+def refuse(*_: object) -> NoReturn:
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 5 bytes.")
+
+
+NO_PIECE = r"^--transfer-chunk-tokens: no memory is left for a piece of KV .* 5 bytes"
+
+
+def test_engines_of_one_process_between_which_there_is_no_room_for_a_piece_end_the_start() -> None:
+    source: Any = SimpleNamespace(runner=SimpleNamespace(device=SimpleNamespace(empty_piece=refuse)))
+    with pytest.raises(NoMemory, match=NO_PIECE):
+        build._exchange(DevicePutPublisher(list[Any]().append), source, source)
+
+
+def test_an_engine_that_has_no_room_to_try_its_steps_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_core, "warm_up", lambda runner: [])
+    monkeypatch.setattr(engine_core, "measure_retraction_cost", refuse)
+    config = replace(CONFIG, cache=CacheConfig(num_pages=100), scheduler=SchedulerConfig(host_kv_bytes=2**20))
+    with pytest.raises(NoMemory, match=NO_PIECE):
+        build_core(config, Role.DECODE, jax.devices(), tp=1, metrics=Metrics(), worker="w", tokenizer=None)
