@@ -10,11 +10,14 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic, sleep
+from types import FrameType
 
 import jax
 
@@ -97,12 +100,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=DTYPES, help="element type to store (default: that of the weights)")
     args = parser.parse_args(argv)
     try:
-        convert(resolve_model(args.model), args.output, dtype=args.dtype)
+        source = resolve_model(args.model)
+        with _tidy_when_told():
+            convert(source, args.output, dtype=args.dtype)
     except ConfigError as error:
         print(f"jdisagg.convert: {error.message}", file=sys.stderr)
         return 2
     print(json.dumps({"event": "converted", "output": str(args.output.resolve())}))
     return 0
+
+
+@contextmanager
+def _tidy_when_told() -> Iterator[None]:
+    """SIGTERM ends what runs inside as Ctrl-C does, with status 143: what was written so far is removed. A second one is not
+    heard, it would leave that there."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _remove(directory: Path) -> None:

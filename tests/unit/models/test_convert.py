@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -153,8 +155,9 @@ def test_a_model_without_safetensors_is_told_of_as_such(
     assert not (tmp_path / "again").exists()
 
 
-def test_a_killed_conversion_leaves_nothing_that_loads(tmp_path: Path, model_directory: Path) -> None:
-    # Dozens of MB, so that the kill falls into the writing.
+@contextmanager
+def writing(tmp_path: Path, model_directory: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A conversion of dozens of MB that is in the midst of its writing."""
     big = {**CONFIG, "hidden_size": 256, "intermediate_size": 2048, "vocab_size": 8192, "num_hidden_layers": 6}
     (model_directory / "config.json").write_text(json.dumps(big))
     script = (
@@ -164,16 +167,30 @@ def test_a_killed_conversion_leaves_nothing_that_loads(tmp_path: Path, model_dir
         "c.write_model(d, c.tensors_of(ModelSpec.from_config(big)), **big)"
     )
     subprocess.run([sys.executable, "-c", script, str(model_directory)], check=True, timeout=100)
-    output = tmp_path / "out"
-    command = [sys.executable, "-m", "jdisagg.convert", "--model", str(model_directory), "--output", str(output)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, process_group=0) as process:
+    command = [sys.executable, "-m", "jdisagg.convert", "--model", str(model_directory), "--output", str(tmp_path / "out")]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, process_group=0) as process:
         deadline_s = time.monotonic() + 70
         while not list(tmp_path.glob(".out.partial-*/orbax*")) and time.monotonic() < deadline_s:
             time.sleep(0.002)
+        yield process
+
+
+def test_a_killed_conversion_leaves_nothing_that_loads(tmp_path: Path, model_directory: Path) -> None:
+    with writing(tmp_path, model_directory) as process:
         os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
-    assert not output.exists()
+    assert not (tmp_path / "out").exists()
     partials = list(tmp_path.glob(".out.partial-*"))
     assert len(partials) == 1, "the kill came while it was writing"
     with pytest.raises(ConfigError):
         load(partials[0])
+
+
+def test_a_conversion_that_is_told_to_end_leaves_nothing(tmp_path: Path, model_directory: Path) -> None:
+    with writing(tmp_path, model_directory) as process:
+        process.terminate()
+        process.terminate()  # as whoever is impatient
+        _, said = process.communicate(timeout=60.0)
+    assert (process.returncode, said) == (128 + signal.SIGTERM, b"")
+    assert list(tmp_path.glob("*out*")) == []
+    assert list(tmp_path.glob(".out.partial-*")) == []
