@@ -229,7 +229,7 @@ class EngineLoop:
     def self_test(self, request: EngineRequest, sink: OutputSink, now_s: float) -> None:
         """Run one request through the real loop without needing a peer (readiness)."""
         self._role.start_self_test(request, now_s)
-        self._streams.open(request, sink, Timeline(Metrics(), request, now_s))  # it counts nowhere
+        self._streams.open(request, sink, Timeline(Metrics(), request, now_s))  # its life counts nowhere, its steps do
 
     def in_flight_text(self) -> str:
         """The plan the device works on, for the log; safe to call from another thread."""
