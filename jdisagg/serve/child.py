@@ -23,6 +23,7 @@ from jdisagg.serve.ready import Ready, parse
 log = logging.getLogger(__name__)
 
 _LINE_LIMIT_BYTES = 2**20  # longer lines of a child are cut into pieces
+_READ_BYTES = 2**16  # what a pipe holds
 _DESCRIPTORS = 12  # a start takes eight for a moment
 
 
@@ -44,7 +45,7 @@ class Child:
         self._process = process
         self._outlet = outlet
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
-        self._spoke_s = monotonic()  # when it said something last, or began
+        self._spoke_s = monotonic()  # when it wrote something last, or began
         self._pumps = [
             asyncio.create_task(self._pump(stream)) for stream in (process.stdout, process.stderr) if stream is not None
         ]
@@ -60,7 +61,7 @@ class Child:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env={**os.environ, **spec.environ, PARENT_VARIABLE: str(os.getpid())},
-            limit=_LINE_LIMIT_BYTES,
+            limit=_READ_BYTES,
         )
         log.info("%s: started as pid %d", spec.name, process.pid)
         return cls(spec.name, process, outlet)
@@ -76,7 +77,7 @@ class Child:
         return self._ready.done()
 
     async def wait_ready(self, silence_s: float) -> Ready | None:
-        """Its READY; None when it exits first. Raises TimeoutError when it says nothing at all for `silence_s`."""
+        """Its READY; None when it exits first. Raises TimeoutError when it writes nothing at all for `silence_s`."""
         exited = asyncio.create_task(self._process.wait())
         try:
             while not (self._ready.done() or exited.done()):
@@ -115,26 +116,28 @@ class Child:
             self._process.send_signal(number)
 
     async def _pump(self, stream: asyncio.StreamReader) -> None:
-        while line := await _read_line(stream):
+        begun = bytearray()  # of a line: a bar of progress is one for as long as it takes, and says something all the while
+        while data := await stream.read(_READ_BYTES):
             self._spoke_s = monotonic()
-            text = line.decode("utf-8", errors="replace").rstrip("\r\n")
-            ready = parse(text) if stream is self._process.stdout else None
-            if ready is not None and not self._ready.done():
-                self._ready.set_result(ready)
-            else:
-                self._say(passed_on(self.name, text) + "\n")
+            begun += data
+            *lines, rest = begun.split(b"\n") if b"\n" in data else (begun,)
+            if len(rest) >= _LINE_LIMIT_BYTES:
+                lines, rest = [*lines, rest], bytearray()
+            for line in lines:
+                self._pass_on(stream, line)
+            begun = rest
+        if begun:
+            self._pass_on(stream, begun)
+
+    def _pass_on(self, stream: asyncio.StreamReader, line: bytes | bytearray) -> None:
+        text = line.decode("utf-8", errors="replace").rstrip("\r")
+        ready = parse(text) if stream is self._process.stdout else None
+        if ready is not None and not self._ready.done():
+            self._ready.set_result(ready)
+        else:
+            self._say(passed_on(self.name, text) + "\n")
 
     def _say(self, text: str) -> None:
         """Nobody may be there to read it any more; the child is read all the same: it would stop at a full pipe."""
         with suppress(OSError, ValueError):
             self._outlet.write(text)
-
-
-async def _read_line(stream: asyncio.StreamReader) -> bytes:
-    """A line, or a piece of one that exceeds the limit; empty at the end."""
-    try:
-        return await stream.readuntil(b"\n")
-    except asyncio.IncompleteReadError as error:
-        return error.partial
-    except asyncio.LimitOverrunError:
-        return await stream.read(_LINE_LIMIT_BYTES)

@@ -60,6 +60,33 @@ def test_a_child_goes_on_when_nobody_reads_what_the_supervisor_prints(monkeypatc
     os.close(reader)
 
 
+SAYS = """
+import sys, time
+for text in ("a", "b\\n\\nc\\r\\n", "d" * 3_000_000 + "\\ne"):
+    sys.stderr.write(text)
+    sys.stderr.flush()
+    time.sleep(0.1)
+"""
+
+
+def test_lines_of_a_child_are_passed_on_whole_but_for_long_ones_and_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = io.StringIO()
+
+    async def body() -> None:
+        monkeypatch.setattr(sys, "stderr", said)
+        child = await Child.start(ChildSpec(name="p", command=lambda _: (sys.executable, "-c", SAYS)), None, to_stderr())
+        async with asyncio.timeout(60.0):
+            assert await child.wait() == 0
+        await child.stop(0.1)
+
+    asyncio.run(body())
+    monkeypatch.undo()
+    lines = [line.removeprefix("p | ") for line in said.getvalue().splitlines()]
+    assert (lines[:3], lines[-1]) == (["ab", "", "c"], "e")
+    assert "".join(lines[3:-1]) == "d" * 3_000_000
+    assert max(map(len, lines)) <= 2**20 + 2**16
+
+
 def test_a_child_that_was_ready_while_its_supervisor_stood_still_came_in_time(tmp_path: Path) -> None:
     """The loop of a supervisor looks at its clock before it reads."""
 

@@ -166,8 +166,8 @@ import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # as a worker ends that is not ready
 for _ in range(int(sys.argv[1])):
     time.sleep(0.3)
-    print("compiled", file=sys.stderr, flush=True)
-if len(sys.argv) == 3:
+    print("compiled", file=sys.stderr, flush=True, end=sys.argv[2])
+if len(sys.argv) == 4:
     print('{"event": "ready", "role": "decode"}', flush=True)
 while True:
     time.sleep(0.1)
@@ -175,7 +175,8 @@ while True:
 
 
 def loading(*flags: str) -> ChildSpec:
-    """A child that loads, and says so `flags[0]` times."""
+    """A child that loads, and says so `flags[0]` times, each with `flags[1]` behind it; and then that it is ready, if there is
+    one more."""
     return ChildSpec(name="d", command=lambda _: (sys.executable, "-c", LOADING, *flags))
 
 
@@ -186,7 +187,7 @@ def test_a_child_that_is_not_ready_and_says_nothing_is_ended_with_a_line_that_sa
             with pytest.raises(
                 StartFailed, match=r"^d said nothing for 1 s, and was ended before it was ready, 3 times"
             ) as failed:
-                await supervisor.start([loading("1")])
+                await supervisor.start([loading("1", "\n")])
             await supervisor.stop()
         assert failed.value.status == 1
 
@@ -196,12 +197,15 @@ def test_a_child_that_is_not_ready_and_says_nothing_is_ended_with_a_line_that_sa
     assert sum(text.startswith("d: said nothing for 1 s, and was ended; starting it again in") for text in said) == 2
 
 
-def test_a_child_that_says_what_it_loads_may_take_as_long_as_it_takes(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("end", ["\n", "\r"])
+def test_a_child_that_says_what_it_loads_may_take_as_long_as_it_takes(end: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A bar of progress is no line."""
+
     async def body() -> None:
         supervisor = Supervisor(replace(QUICK, silence_s=3.0))
         async with asyncio.timeout(LIMIT_S):
             began_s = time.monotonic()
-            await supervisor.start([loading("12", "ready")])
+            await supervisor.start([loading("12", end, "ready")])
             assert time.monotonic() - began_s >= 3.5
             await supervisor.stop()
 
