@@ -105,7 +105,7 @@ class Explainer:
 
     def _forking(self, sequence: Sequence) -> Wait:
         """A choice without memory: `Starter._fork`."""
-        donor = self._donors.get(sequence.request_id)
+        donor = self._donors.get(sequence)
         begun = {step.slot for step in (*self.plan.prefill, *self.plan.admit)}
         short = self._shortage(sequence)
         came_with_kv = donor is not None and donor.slot in self.plan.decode  # from a peer, or a sibling's
@@ -207,9 +207,8 @@ class Explainer:
     def _first_in_the_way(self) -> tuple[Sequence, Wait] | None:
         """The first of those that could go and have to wait, and what is said to all whose turn comes after."""
         queues = self.table.queues
-        forking = [s for s in queues[Status.FORKING] if s.request_id in self._donors]
         open_ones = [s for s in queues[Status.PREALLOC] if s.wait.is_open]
-        for first in sorted([*forking, *open_ones, *queues[Status.WAITING]], key=lambda s: s.order):
+        for first in sorted([*self._donors, *open_ones, *queues[Status.WAITING]], key=lambda s: s.order):
             is_local = first.status is Status.WAITING
             whole = self._no_reads if first.wait.host_tokens else self._no_room_for_whole
             if is_local and (wait := self._no_room_in_step or whole(first)):
@@ -219,8 +218,8 @@ class Explainer:
         return None
 
     @cached_property
-    def _donors(self) -> dict[str, Sequence]:
-        return self.table.groups.donors(self.table.queues[Status.FORKING])
+    def _donors(self) -> dict[Sequence, Sequence]:
+        return self.table.groups.donors(self.table.queues)
 
     def _missing_to_decode(self, sequence: Sequence) -> int:
         wanted = self.rows.pages_to_decode(sequence) - len(sequence.holding.pages)

@@ -8,9 +8,10 @@ A group whose leader ends before that gets a new leader.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 from jdisagg.core.requests import EngineRequest
+from jdisagg.sched.queue import SequenceQueue
 from jdisagg.sched.sequence import Sequence
 from jdisagg.sched.states import Status
 
@@ -55,20 +56,23 @@ class ForkGroups:
         others = (s for s in members if s.status is not Status.FORKING)
         return None if any(_shares_prompt(s.request, heir.request) for s in others) else heir
 
-    def donors(self, children: Iterable[Sequence]) -> dict[str, Sequence]:
-        """Of each that has one, by request id, a sibling in whose pages all of the prompt but its last token is written, or
-        will be by a dispatched step."""
-        found: dict[str, Sequence] = {}
-        with_pages: dict[str, list[Sequence]] = {}  # looked for once per group, however many of it wait
-        for child in children:
-            group = child.request.fork_group
-            if group not in with_pages:
-                with_pages[group] = [s for s in self._members[group] if s.status in (Status.RUNNING, Status.READY)]
-            wanted = len(child.request.prompt_token_ids) - 1
-            ready = (s for s in with_pages[group] if s.num_scheduled >= wanted)
-            if (donor := next((s for s in ready if _shares_prompt(s.request, child.request)), None)) is not None:
-                found[child.request_id] = donor
-        return found
+    def donors(self, queues: Mapping[Status, SequenceQueue]) -> dict[Sequence, Sequence]:
+        """Who can fork, in order, each with the sibling to fork from: all of their prompt but its last token is written in its
+        pages, or will be by a dispatched step. Groups without such a sibling are not gone through: any number may wait."""
+        found: list[tuple[Sequence, Sequence]] = []
+        if queues[Status.FORKING]:
+            in_memory = (*queues[Status.RUNNING], *queues[Status.READY])
+            for group in {s.request.fork_group for s in in_memory if s.request.fork_group and _has_prompt(s)}:
+                siblings = [s for s in self._members[group] if s.status in (Status.RUNNING, Status.READY) and _has_prompt(s)]
+                for child in (s for s in self._members[group] if s.status is Status.FORKING):
+                    donor = next((s for s in siblings if _shares_prompt(s.request, child.request)), None)
+                    if donor is not None:
+                        found.append((child, donor))
+        return dict(sorted(found, key=lambda pair: pair[0].order))
+
+
+def _has_prompt(sequence: Sequence) -> bool:
+    return sequence.num_scheduled >= len(sequence.request.prompt_token_ids) - 1
 
 
 def _shares_prompt(one: EngineRequest, other: EngineRequest) -> bool:

@@ -158,7 +158,7 @@ class Scheduler:
         table = self._table
         table.preempted.clear()
         # Asked before the step is drafted: its pages are copied before its chunks are computed.
-        donors = table.groups.donors(table.queues[Status.FORKING])
+        donors = table.groups.donors(table.queues)
         draft = self._rows.draft()
         self._starter.start(draft, donors)
         table.reads_left = draft.reads

@@ -24,25 +24,21 @@ class Starter:
     config: SchedulerConfig
     eos_token_ids: tuple[int, ...]
 
-    def start(self, draft: Draft, donors: dict[str, Sequence]) -> None:
-        """Let in whoever can go; `donors`: whom those that wait to fork can fork from, by request id. After a preemption nobody
-        new may take what was just freed."""
+    def start(self, draft: Draft, donors: dict[Sequence, Sequence]) -> None:
+        """Let in whoever can go; `donors`: who can fork, in order, and from whom. After a preemption nobody new may take what
+        was just freed."""
         if self.table.preempted:
             return
         blocked: list[Sequence] = []
-        if donors:
-            self._fork(draft, donors, blocked)
+        self._fork(draft, donors, blocked)
         self._start_in_order(draft, blocked)
 
-    def _fork(self, draft: Draft, donors: dict[str, Sequence], blocked: list[Sequence]) -> None:
+    def _fork(self, draft: Draft, donors: dict[Sequence, Sequence], blocked: list[Sequence]) -> None:
         """Choices whose prompt is in memory take their share of it before anybody takes more; then they wait for a slot."""
         table = self.table
-        for child in table.queues[Status.FORKING]:
+        for child, donor in donors.items():
             if self._is_short:
                 return
-            donor = donors.get(child.request_id)
-            if donor is None:
-                continue
             if not self.admission.share_memory(child, donor):
                 blocked.append(child)
                 continue

@@ -176,9 +176,32 @@ def while_choices_wait(n: int) -> list[Work]:
     return done
 
 
-def test_the_work_while_choices_wait_for_their_prompt_grows_in_proportion_to_them() -> None:
-    few, many = (sum(w.instructions + w.copied for w in while_choices_wait(n)) for n in (16, 128))
-    assert few < many <= 8 * few
+def test_a_step_does_the_same_work_however_many_choices_wait_for_their_prompt() -> None:
+    assert while_choices_wait(128) == while_choices_wait(16)
+
+
+def while_other_groups_wait(num_groups: int, *, forks: bool) -> list[Work]:
+    """Of steps in which all slots are taken and `num_groups` of three choices wait. `forks`: one of the two that run is a
+    choice, too, and its sibling, whose turn it would be, lacks memory."""
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=32, reserved_decode_tokens=60, max_queue_len=MANY),
+        role=Role.UNIFIED, max_model_len=512, page_size=4, num_pages=1 + 40, eos_token_ids=(),
+    )  # fmt: skip
+    scheduler.add(request("runs", (7, 8, 9), 60), 0.0)
+    for index in range(1 + forks):
+        scheduler.add(request(f"also/{index}", tuple(range(1, 9)), 60, fork_group="also"), 0.0)
+    for number in range(num_groups):
+        for index in range(3):
+            scheduler.add(request(f"r{number}/{index}", (number + 1, 2, 3), 8, fork_group=f"r{number}"), 0.0)
+    done = works(scheduler)
+    counts = scheduler.counts()
+    assert (counts["running"], counts["waiting"], counts["forking"]) == (2, num_groups, 2 * num_groups + forks)
+    return done
+
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_a_step_does_the_same_work_however_many_choices_wait_for_siblings_that_wait_themselves(forks: bool) -> None:
+    assert while_other_groups_wait(MANY // 10, forks=forks) == while_other_groups_wait(FEW // 10, forks=forks)
 
 
 def explaining(num_waiting: int) -> Work:
