@@ -40,7 +40,8 @@ class Admission:
 
     def weigh_host_copy(self, sequence: Sequence) -> None:
         """KV on the host comes back into pages of its own. Where too few are free, but would do beside the pages that hold its
-        beginning, the copy is let go: the rest is computed again, sooner than the sequence, whom nobody passes, could go on."""
+        beginning, the copy is let go: the rest is computed again, sooner than the sequence, whom nobody passes, could go on.
+        To be asked only when that can begin in this step: whoever frees a slot frees pages with it."""
         if not sequence.wait.host_tokens or self._table.refetches_retracted:  # where nothing is computed
             return
         total, room = self._table.pages.pages_for(self.gate_tokens(sequence)), self._table.pages.num_unpromised

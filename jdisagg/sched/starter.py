@@ -84,7 +84,8 @@ class Starter:
                 continue
             if first is None or (remote is None and not can_compute):
                 return
-            self.admission.weigh_host_copy(first)
+            if can_compute:
+                self.admission.weigh_host_copy(first)
             if first is local and can_compute and self._is_too_long(draft, first):
                 new_may_go = False
             elif (first is remote or can_compute) and self.admission.take_memory(first):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from jdisagg.core.requests import Role
 from jdisagg.sched.states import Status
 from tests.unit.sched.engine_fake import SIZE, FakeEngine, expected, request
+from tests.unit.sched.peer_fake import arrive, status_of
 
 SIDES = st.tuples(st.integers(1, 20), st.integers(1, 12), st.booleans())  # prompt tokens, output tokens, remote
 
@@ -113,6 +114,29 @@ def test_kv_on_the_host_is_let_go_where_its_beginning_is_in_memory_and_all_of_it
         assert engine.scheduler.stats.restored_tokens == 0
         ends.append(at)
     assert ends[0] == ends[1]
+
+
+def test_kv_on_the_host_is_not_let_go_while_no_slot_is_free() -> None:
+    """`w` gave its pages to `a`, whose beginning it shares, and its slot to `ready`. A hand-off that ends leaves room for the
+    rest of it, but with the pages that come with the slot all of it fits."""
+    engine = FakeEngine(Role.DECODE, num_pages=20, max_num_seqs=2, max_num_batched_tokens=64, host_tokens=100, delay=0)
+    shared, other = tuple(range(1, 18)), (9,) * 8
+    engine.add(request("a", shared, 40))
+    engine.add(request("ready", other, 8), request("gone", (8,) * 12, 4), remote=True)
+    engine.add(request("w", (*shared, 3), 30))
+    engine.tick()
+    arrive(engine, engine.scheduler.take_reserved()[0], other)
+    while engine.tick().decode != (0, 1) or status_of(engine, "w") != "waiting":
+        assert len(engine.plans) < 30, "w keeps its pages"
+    engine.add(request("late", (7, 7), 3), remote=True)
+    engine.drop("gone")
+    while status_of(engine, "ready") == "running":
+        assert not engine.tick().forget
+        assert status_of(engine, "w") == "waiting"
+    assert [copy.key for copy in engine.tick().restore] == ["w"]
+    engine.drop("late")
+    engine.run()
+    assert engine.seen["w"].tokens == expected((*shared, 3), 30)
 
 
 @pytest.mark.parametrize(("num_pages", "num_forks"), [(7, 0), (8, 1), (10, 1), (11, 2)])
