@@ -17,14 +17,16 @@ from jdisagg.sched.plan import Plan
 log = logging.getLogger(__name__)
 
 NUM_RECENT_PLANS = 256
+MAX_ADMITTED_TOKENS = 2**20  # of requests that the plans kept admit; some 40 MB, and about a second to write
 
 
 class FlightRecorder:
-    """Holds up to NUM_RECENT_PLANS plans that were not empty, latest last."""
+    """Holds up to NUM_RECENT_PLANS plans that were not empty, latest last; fewer when they admit too much, but always one."""
 
     def __init__(self, directory: Path | None, role: str) -> None:
         """`directory`: where files go; None keeps the plans and writes none."""
-        self.plans: deque[tuple[float, Plan]] = deque(maxlen=NUM_RECENT_PLANS)  # (now_s of the call, plan)
+        self.plans: deque[tuple[float, Plan]] = deque()  # (now_s of the call, plan)
+        self._num_admitted_tokens = 0
         self.latest: Plan | None = None  # the empty ones too
         self._directory = directory
         self._role = role
@@ -32,8 +34,13 @@ class FlightRecorder:
     def add(self, now_s: float, plan: Plan) -> None:
         """Remember a plan, as of a call at `now_s`."""
         self.latest = plan
-        if not plan.is_empty:
-            self.plans.append((now_s, plan))
+        if plan.is_empty:
+            return
+        self.plans.append((now_s, plan))
+        self._num_admitted_tokens += _num_admitted_tokens(plan)
+        while len(self.plans) > NUM_RECENT_PLANS or (len(self.plans) > 1 and self._num_admitted_tokens > MAX_ADMITTED_TOKENS):
+            _, oldest = self.plans.popleft()
+            self._num_admitted_tokens -= _num_admitted_tokens(oldest)
 
     @contextmanager
     def writing_on_failure(self, call: str, snapshot: Callable[[], dict[str, Any]]) -> Iterator[None]:
@@ -56,6 +63,10 @@ class FlightRecorder:
             log.critical("invariant of the scheduler failed in %s: %s; its plans are lost: %s", call, error, problem)
         else:
             log.critical("invariant of the scheduler failed in %s: %s; last %d plans: %s", call, error, len(self.plans), path)
+
+
+def _num_admitted_tokens(plan: Plan) -> int:
+    return sum(len(admit.prompt_token_ids) + len(admit.generated_token_ids) for admit in plan.admit)
 
 
 def _new_file(path: Path) -> TextIO:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from jdisagg.core.config import SchedulerConfig
-from jdisagg.core.requests import Role
-from jdisagg.sched.flight_recorder import NUM_RECENT_PLANS
+from jdisagg.core.requests import Role, SamplingParams
+from jdisagg.sched.flight_recorder import MAX_ADMITTED_TOKENS, NUM_RECENT_PLANS, FlightRecorder
 from jdisagg.sched.log import LoggedScheduler, make_scheduler
 from jdisagg.sched.log_codec import decode
-from jdisagg.sched.plan import Plan, Sampled, StepResult
+from jdisagg.sched.plan import Admit, Plan, Sampled, StepResult
 from jdisagg.sched.states import IllegalTransition, Status
 from tests.unit.sched.engine_fake import request
 
@@ -65,6 +65,39 @@ def test_assertions_of_schedule_and_commit_write_them_too(tmp_path: Path) -> Non
     assert first["failed"] == "schedule"
     assert "publishing -> running" in str(first["error"])
     scheduler.close_log()
+
+
+def admitting(step_id: int, num_prompt: int, num_generated: int) -> Plan:
+    """One request."""
+    admit = Admit(
+        slot=0,
+        request_id=f"r{step_id}",
+        choice=0,
+        sampling=SamplingParams(),
+        eos_token_ids=(),
+        page_table=((),),
+        prompt_token_ids=(1,) * num_prompt,
+        generated_token_ids=(1,) * num_generated,
+        decodes=False,
+    )
+    return Plan(step_id=step_id, admit=(admit,))
+
+
+def test_prompts_of_plans_long_past_are_not_kept() -> None:
+    """Plans are few, but each may admit many requests with long prompts behind a cached beginning."""
+    recorder, share = FlightRecorder(None, "unified"), MAX_ADMITTED_TOKENS // 4
+    kept = []
+    for step in range(6):
+        recorder.add(0.0, admitting(step, share - 10, 10))
+        kept.append([plan.step_id for _, plan in recorder.plans])
+    assert kept == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5]]
+    recorder.add(0.0, admitting(6, MAX_ADMITTED_TOKENS, 1))  # the latest is kept, whatever it admits
+    assert [plan.step_id for _, plan in recorder.plans] == [6]
+    for step in range(7, 7 + NUM_RECENT_PLANS):
+        recorder.add(0.0, Plan(step_id=step, decode=(0,)))
+    assert [plan.step_id for _, plan in recorder.plans] == list(range(7, 7 + NUM_RECENT_PLANS))
+    recorder.add(0.0, admitting(300, MAX_ADMITTED_TOKENS, 0))  # what was let go counts no more
+    assert len(recorder.plans) == NUM_RECENT_PLANS
 
 
 def test_a_directory_that_is_gone_hides_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
