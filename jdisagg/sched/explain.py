@@ -210,7 +210,8 @@ class Explainer:
         open_ones = [s for s in queues[Status.PREALLOC] if s.wait.is_open]
         for first in sorted([*self._donors, *open_ones, *queues[Status.WAITING]], key=lambda s: s.order):
             is_local = first.status is Status.WAITING
-            whole = self._no_reads if first.wait.host_tokens else self._no_room_for_whole
+            no_parts = first.wait.host_tokens or self.table.reads_left <= 0
+            whole = self._no_reads if no_parts else self._no_room_for_whole
             if is_local and (wait := self._no_room_in_step or whole(first)):
                 return first, Wait(Cause.ORDER, f"behind request {first.request_id}: {wait.text}", first.request_id)
             if (short := self._shortage(first)) is not None:

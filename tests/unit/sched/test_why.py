@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jdisagg.core.requests import FinishReason, Role
-from jdisagg.sched.explain import Cause
+from jdisagg.sched.explain import Cause, Wait
 from jdisagg.sched.states import Status
 from tests.unit.sched.engine_fake import FakeEngine, request
 from tests.unit.sched.peer_fake import PROMPT, arrive
@@ -76,6 +76,23 @@ def test_a_request_is_behind_nobody_whose_turn_comes_after_its_own() -> None:
     wait = engine.scheduler.why_not("small")
     assert wait is not None
     assert (wait.cause, wait.about) == (Cause.ORDER, "big")
+    engine.run()
+
+
+def test_who_may_not_pass_one_that_lacks_reads_is_behind_it() -> None:
+    """What was left of them is kept for `ready`, whose KV is in place."""
+    engine = FakeEngine(Role.DECODE, max_num_kv_read_tokens=40, max_bypass=0, max_model_len=40)
+    engine.add(request("runs", (1,) * 16, 12))
+    engine.add(request("ready", (2,) * 24, 4), remote=True)
+    engine.tick()
+    engine.add(request("waits", (3, 3), 2))
+    engine.add(request("fetches", (4, 4), 2), remote=True)
+    arrive(engine, engine.scheduler.take_reserved()[0], (2,) * 24)
+    engine.step()
+    told = {name: engine.scheduler.why_not(name) for name in ("waits", "fetches")}
+    spent = "read budget of 40 spent, 0 tokens left"
+    assert told == {"waits": Wait(Cause.READS, spent), "fetches": Wait(Cause.ORDER, f"behind request waits: {spent}", "waits")}
+    engine.drop("fetches")
     engine.run()
 
 
