@@ -77,25 +77,33 @@ class Admission:
         return max(num_known, num_known + more - 1)
 
     def lift_pin(self) -> None:
-        """Nobody waits for memory that only pins take up whose owners cannot go on either. One at a time: where that one ends
-        its stream, what others lend may be read."""
+        """Nobody runs short of, or waits for, memory that only pins take up whose owners cannot go on either. One at a time:
+        where that one ends its stream, what others lend may be read."""
         if (sequence := self.pin_in_the_way()) is not None:
             self._table.unpin(sequence)
 
     def pin_in_the_way(self) -> Sequence | None:
-        """Who is to give up its pins, since nobody holds memory and whoever could take it finds too little beside them: the
-        last of those whose peers have not begun, which may take long."""
-        queues = self._table.queues
-        if self._table.someone_holds_memory:
+        """Who is to give up its pins: the last of those whose peers have not begun, which may take long. Only where those who
+        run would lose theirs instead, or nobody holds memory and whoever could take it finds too little beside the pins."""
+        queues, runs_short = self._table.queues, self._runs_short
+        if self._table.someone_holds_memory and not runs_short:
             return None
         prealloc = list(queues[Status.PREALLOC])
-        pinned = [s for s in prealloc if s.holding.pages and not s.wait.is_open]
+        last = next((s for s in reversed(prealloc) if s.holding.pages and not s.wait.is_open), None)
+        if last is None or runs_short:
+            return last
         local, remote = queues[Status.WAITING].at(0), next((s for s in prealloc if s.wait.is_open), None)
-        candidates = [s for s in (local, remote) if s is not None]
-        if not (pinned and candidates):
-            return None
-        first = min(candidates, key=lambda s: s.order)
-        return pinned[-1] if self.needs(first) > self._table.pages.num_free else None
+        first = min((s for s in (local, remote) if s is not None), key=lambda s: s.order, default=None)
+        return last if first is not None and self.needs(first) > self._table.pages.num_free else None
+
+    @property
+    def _runs_short(self) -> bool:
+        """Those who run want more pages for their next tokens than are free: in the next step one would lose its own."""
+        running, pages = self._table.queues[Status.RUNNING], self._table.pages
+        if len(running) <= pages.num_free:  # as a rule; then nobody is looked at
+            return False
+        going_on = [s for s in running if s.num_wanted > 0]
+        return sum(pages.pages_for(s.num_known + s.num_in_flight) > len(s.holding.pages) for s in going_on) > pages.num_free
 
     def find_prefix(self, sequence: Sequence, *, least: int = 0) -> tuple[int, ...]:
         """At least one token stays to be computed, for its logits; prompt log-probabilities need every position computed.

@@ -173,7 +173,7 @@ class LoggedScheduler(Scheduler):
 
     def take_retracted(self) -> list[EngineRequest]:
         """As Scheduler.take_retracted."""
-        quiet = not self._table.retracted and self._admission.pin_in_the_way() is None
+        quiet = self._file is None or (not self._table.retracted and self._admission.pin_in_the_way() is None)
         return self._call(Scheduler.take_retracted, quiet=quiet)
 
     def add(self, request: EngineRequest, now_s: float, **options: Any) -> None:

@@ -125,12 +125,9 @@ def test_pins_of_those_whose_peer_has_not_begun_hold_up_nobody_who_could_go_on(l
     again: list[str] = []
     for _ in range(100):
         engine.tick()
-        for resumed in engine.scheduler.take_retracted():
-            again.append(resumed.request_id)
-            prompts[resumed.request_id] = resumed.token_ids
-            engine.scheduler.peer_ready(resumed.request_id, resumed.request_id == "runs")
-        for reserved in engine.scheduler.take_reserved():
-            arrive(engine, reserved, prompts[reserved.request_id])
+        while resumed := engine.scheduler.take_retracted():
+            again += [one.request_id for one in resumed]
+    assert engine.scheduler.stats.retractions == 0
     assert engine.seen["runs"].tokens == expected((9, 8, 7), 30)
     assert engine.scheduler.held_tokens("pins") == 0
     for name in ("pins", "less"):
@@ -140,8 +137,37 @@ def test_pins_of_those_whose_peer_has_not_begun_hold_up_nobody_who_could_go_on(l
         assert reserved.held_tokens == engine.scheduler.held_tokens(name)
         arrive(engine, reserved, prompts[name])
     engine.run()
-    assert again == ([] if local_prefill else ["runs"]) + ["less", "pins"]
+    assert again == ["less", "pins"]  # the first one's pages are pinned by the other, too
     assert [engine.seen[name].tokens for name in ("pins", "less")] == [expected(prompts[name], 3) for name in ("pins", "less")]
+
+
+@pytest.mark.parametrize(("reserve", "num_pinned", "num_lifted"), [(0, 3, 1), (4, 3, 1), (16, 2, 0)])
+def test_pins_of_those_whose_peer_has_not_begun_cost_nobody_who_runs_its_pages(
+    reserve: int, num_pinned: int, num_lifted: int
+) -> None:
+    """Three run and take a page each in the same step, four times. One pin is given up as those are wanted; none where all of
+    them were kept."""
+    engine = FakeEngine(Role.DECODE, num_pages=25, max_model_len=24, reserved_decode_tokens=reserve)
+    turns = {f"turn{i}": tuple(range(100 * i + 100, 100 * i + 116)) for i in range(3)}
+    for name, prompt in turns.items():
+        engine.add(request(f"before {name}", prompt, 1))
+        engine.run()
+    engine.add(*(request(f"runs{i}", (i + 1,) * 4, 16) for i in range(3)))
+    for _ in range(3):
+        engine.tick()
+    engine.add(*(request(name, (*prompt, 7), 2) for name, prompt in turns.items()), remote=True, is_open=False)
+    pinned = [name for name in turns if engine.scheduler.held_tokens(name)]
+    again: list[str] = []
+    while engine.scheduler.counts()["running"]:
+        engine.tick()
+        while resumed := engine.scheduler.take_retracted():
+            again += [one.request_id for one in resumed]
+    assert engine.scheduler.stats.retractions == 0
+    assert len(pinned) == num_pinned
+    assert again == list(reversed(pinned))[:num_lifted]  # the last one first
+    for name in turns:
+        engine.drop(name)
+    engine.run()
 
 
 def test_who_gives_its_pins_up_asks_anew_with_the_token_that_it_has() -> None:
