@@ -44,11 +44,11 @@ def drive(world: World, draw: random.Random, num_requests: int) -> None:
 
 
 class Unified:
-    """A unified engine stepped by hand, 10 ms a tick."""
+    """A unified engine stepped by hand, 10 ms a tick, in which no time passes."""
 
     def __init__(self, num_pages: int = 24, slow_request_s: float = 1e9, **settings: Any) -> None:
         self.engine = Engine(Role.UNIFIED, num_pages, True, **settings)
-        self.engine.run(UnifiedRole(self.engine.scheduler), slow_request_s=slow_request_s)
+        self.engine.run(UnifiedRole(self.engine.scheduler), slow_request_s=slow_request_s, clock=lambda: self.now_s)
         self.outputs: list[Output] = []
         self.now_s = 100.0
 
