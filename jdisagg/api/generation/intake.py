@@ -112,7 +112,7 @@ async def admit(
     has_work = request.echo or any(isinstance(prompt, str) for prompt in request.prompts)
     async with long_texts.place(sum(map(len, request.prompts)) if has_work else 0) as run:
         prompts = await _tokenize(request, card, tokenizer, run)
-        echo_texts = await _echo_texts(request, prompts, tokenizer, run) if request.echo else None
+        echo_texts = await _echo_texts(request, prompts, card.max_model_len, tokenizer, run) if request.echo else None
     num_prompt_tokens = sum(map(len, prompts))
     most_tokens = most_answer_tokens(num_prompt_tokens, len(prompts), request.n, request.sampling)
     first_seed = draw_seed() if request.seed is None else request.seed
@@ -220,17 +220,19 @@ async def _tokenize(request: TextRequest, card: ModelCard, tokenizer: Tokenizer,
 def _most_prompt_tokens(request: TextRequest, max_model_len: int) -> int | None:
     if (most := request.conversion.most_prompt_tokens) is None or most < math.inf:
         return None if most is None else int(most)
-    wanted = request.default_max_tokens if request.max_tokens is None else request.max_tokens
-    return max(1, max_model_len - max(1, wanted or 1))
+    wanted = DEFAULT_MAX_TOKENS if request.max_tokens is None else max(1, request.max_tokens)
+    return max(1, max_model_len - wanted)
 
 
-async def _echo_texts(request: TextRequest, prompts: list[tuple[int, ...]], tokenizer: Tokenizer, run: Run) -> tuple[str, ...]:
-    conversion, texts = request.conversion, list[str]()
+async def _echo_texts(
+    request: TextRequest, prompts: list[tuple[int, ...]], max_model_len: int, tokenizer: Tokenizer, run: Run
+) -> tuple[str, ...]:
+    most, texts = _most_prompt_tokens(request, max_model_len), list[str]()
     for given, prompt in zip(request.prompts, prompts, strict=True):
-        if isinstance(given, str) and conversion.most_prompt_tokens is None:
+        if isinstance(given, str) and (most is None or len(prompt) < most):  # else it may have been cut
             texts.append(given)
         else:
-            skip = conversion.skip_special_tokens
+            skip = request.conversion.skip_special_tokens
             texts.append(await run(partial(tokenizer.decode_begun, prompt, skip_special_tokens=skip)))
     return tuple(texts)
 

@@ -206,6 +206,7 @@ async def serving(
     api_key: str | None = None,
     client_api_key: str | None = None,
     call_format: CallFormat | None = None,
+    max_new_tokens: int | None = None,
 ) -> AsyncIterator[Served]:
     """HTTP and gRPC on real sockets; on exit nothing may be left running."""
     metrics, grammars = Metrics(), FakeGrammars()
@@ -214,6 +215,7 @@ async def serving(
         tokenizer,
         default_deadline_s=10.0,
         draw_seed=lambda: 77,
+        max_new_tokens=max_new_tokens,
         metrics=metrics,
         grammars=grammars,
         call_format=call_format,

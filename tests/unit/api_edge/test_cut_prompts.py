@@ -17,12 +17,17 @@ TEXT = "the quick brown fox jumps over the lazy dog, and the dog is quick"
 CONTEXT = 200
 
 
-def _ask(tokenizer: Tokenizer, path: str, *bodies: dict[str, Any]) -> tuple[list[httpx.Response], list[tuple[int, ...]]]:
+def _ask(
+    tokenizer: Tokenizer, path: str, *bodies: dict[str, Any], max_new_tokens: int | None = None
+) -> tuple[list[httpx.Response], list[tuple[int, ...]]]:
     """The answers, and the prompts that the engine got."""
     engine = FakeEngine(tokenizer, "fox", max_model_len=CONTEXT)
 
     async def asked() -> list[httpx.Response]:
-        async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+        async with (
+            serving(engine, tokenizer, max_new_tokens=max_new_tokens) as served,
+            httpx.AsyncClient(base_url=served.http) as http,
+        ):
             return [await http.post(path, json=body) for body in bodies]
 
     return run(asked()), [request.prompt_token_ids for request in engine.requests]
@@ -61,6 +66,18 @@ def test_as_many_as_fit_beside_the_answer_are_kept(tokenizer: Tokenizer, max_tok
     assert other == tokenizer.encode("the")
 
 
+@pytest.mark.parametrize("recommended", [None, 3, CONTEXT])
+def test_a_chat_whose_answer_may_be_all_of_the_context_keeps_its_prompt(tokenizer: Tokenizer, recommended: int | None) -> None:
+    body = {"messages": [{"role": "user", "content": TEXT}]}
+    cut = body | {"truncate_prompt_tokens": -1}
+    answers, (whole, kept) = _ask(tokenizer, CHAT, body, cut, max_new_tokens=recommended)
+    assert kept == whole
+    asked = {"messages": [{"role": "user", "content": TEXT * 20}], "truncate_prompt_tokens": -1}
+    (answer,), (long,) = _ask(tokenizer, CHAT, asked, max_new_tokens=recommended)
+    assert [answer.status_code for answer in (*answers, answer)] == [200] * 3
+    assert len(long) == CONTEXT - 16
+
+
 def test_what_does_not_fit_when_it_is_cut_is_refused_as_ever(tokenizer: Tokenizer) -> None:
     asked = {"prompt": TEXT * 20, "max_tokens": 50}
     bodies = [asked | {"truncate_prompt_tokens": CONTEXT - 49}, asked | {"max_tokens": CONTEXT, "truncate_prompt_tokens": -1}]
@@ -80,6 +97,12 @@ def test_an_echo_is_of_what_the_model_got(tokenizer: Tokenizer) -> None:
     assert choice["text"].startswith(echoed)
     assert len(choice["logprobs"]["tokens"]) == 5 + 1
     assert choice["logprobs"]["text_offset"][-1] == len(echoed)
+
+
+def test_an_echo_of_what_was_not_cut_is_the_text_that_came(tokenizer: Tokenizer) -> None:
+    asked = {"prompt": "the </s>fox", "echo": True, "max_tokens": 1, "truncate_prompt_tokens": CONTEXT - 1}
+    (answer,), _ = _ask(tokenizer, COMPLETIONS, asked)
+    assert answer.json()["choices"][0]["text"].startswith("the </s>fox")
 
 
 def test_long_texts_may_be_cut_and_the_longest_may_not(tokenizer: Tokenizer) -> None:
