@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jdisagg.core.errors import RequestError
+from jdisagg.core.errors import HandoffLost, RequestError
 from jdisagg.core.requests import EngineRequest, Output
 
 
@@ -198,8 +198,8 @@ class StreamEnded:
 
     @property
     def is_death(self) -> bool:
-        """Whether P went down, as far as D can know: it does not answer any more."""
-        return self.reason in ("dead", "heartbeat")
+        """Whether P went down, as far as D can know: it does not answer any more. One that says what D cannot read is there."""
+        return self.reason in ("dead", "heartbeat") and not isinstance(self.error, HandoffLost)
 
 
 Down = Open | Grant | Ack | Want | ChunkReady | Declined  # what travels from D to P,

@@ -13,8 +13,8 @@ the quiet one had something to show already, by having something, too. So a prom
 and waits in no second queue.
 
     doubt       ask another P as well; late: because its KV does not come
-    trust       the quiet one is heard again: back to it
-    move        the other one has it, or the quiet one is dead
+    go_back     the quiet one is heard again
+    move_on     the other one has it, or the quiet one is dead
 """
 
 from __future__ import annotations

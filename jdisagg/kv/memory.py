@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import jax
-
 from jdisagg.core.errors import ConfigError, NoMemory
 
 
@@ -15,7 +13,9 @@ def wants_memory(told: str, refusal: type[ConfigError] = NoMemory) -> Iterator[N
     """Raises `refusal`, with `told` and what the runtime says, where that refuses memory inside."""
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # jax's own, or what a backend made of it
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise refusal(f"{told} ({str(error).splitlines()[0]})") from error

@@ -84,14 +84,16 @@ class Admission:
 
     def pin_in_the_way(self) -> Sequence | None:
         """Who is to give up its pins: the last of those whose peers have not begun, which may take long. Only where those who
-        run would lose theirs instead, or nobody holds memory and whoever could take it finds too little beside the pins."""
+        run would lose theirs instead, and one of its pages is its alone, or nobody holds memory and whoever could take it finds
+        too little beside the pins."""
         queues, runs_short = self._table.queues, self._runs_short
         if self._table.someone_holds_memory and not runs_short:
             return None
         prealloc = list(queues[Status.PREALLOC])
-        last = next((s for s in reversed(prealloc) if s.holding.pages and not s.wait.is_open), None)
-        if last is None or runs_short:
-            return last
+        closed = (s for s in reversed(prealloc) if s.holding.pages and not s.wait.is_open)
+        if runs_short:  # what prompts share comes first in them
+            return next((s for s in closed if self._table.pages.is_unshared(s.holding.pages[-1])), None)
+        last = next(closed, None)
         local, remote = queues[Status.WAITING].at(0), next((s for s in prealloc if s.wait.is_open), None)
         first = min((s for s in (local, remote) if s is not None), key=lambda s: s.order, default=None)
         return last if first is not None and self.needs(first) > self._table.pages.num_free else None

@@ -37,6 +37,10 @@ class PageBook:
         """Of the free pages those that are set aside for nobody; below 0 where outputs outgrew what was kept for them."""
         return self.num_free - self.num_promised
 
+    def is_unshared(self, page: int) -> bool:
+        """Whether it would be free once its one owner gave it back."""
+        return self._allocator.references(page) == 1
+
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)

@@ -177,7 +177,7 @@ class GrpcPeerClient:
                 raise
             # a bug of ours or of grpc: the hand-off recovers, the log says from what
             log.exception("%s on prefill peer %s ended without a status", handoff, stream.peer)
-            ended = StreamEnded(reason="dead", error=Unavailable(f"prefill peer {stream.peer}: {error!r}"))
+            ended = StreamEnded(reason="closed", error=Unavailable(f"prefill peer {stream.peer}: {error!r}"))
             if not isinstance(error, Exception):  # else asyncio would log it once more: nobody awaits this
                 raise
         finally:

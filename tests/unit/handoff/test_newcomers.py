@@ -112,6 +112,7 @@ def test_a_request_that_ends_whoever_computes_it_does_not_go_through_the_whole_f
 
 
 DOWN = (DEAD, StreamEnded(reason="heartbeat"))
+UNREADABLE = StreamEnded(reason="dead", error=HandoffLost("a message of prefill peer p cannot be read"))
 UNREACHED = (StreamEnded(reason="unreachable"), StreamEnded(reason="dead", error=Unavailable("no connection")))
 
 
@@ -137,7 +138,7 @@ def test_with_as_many_as_one_asks_going_down_the_request_is_said_to_be_what_they
     assert only(act.ComputeLocally, lost(*DOWN, *DOWN, config=CONFIG)), "where D may, it does"
 
 
-@pytest.mark.parametrize("other", [*UNREACHED, StreamEnded(reason="closed"), Accepted(cached_tokens=0)])
+@pytest.mark.parametrize("other", [*UNREACHED, UNREADABLE, StreamEnded(reason="closed"), Accepted(cached_tokens=0)])
 def test_those_that_were_not_reached_or_live_speak_against_no_request(other: PrefillToDecode) -> None:
     for ends in ((*DOWN, DEAD, other), (other, *DOWN, DEAD)):
         error = only(act.Fail, lost(*ends)).error

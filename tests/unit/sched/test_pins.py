@@ -137,7 +137,7 @@ def test_pins_of_those_whose_peer_has_not_begun_hold_up_nobody_who_could_go_on(l
         assert reserved.held_tokens == engine.scheduler.held_tokens(name)
         arrive(engine, reserved, prompts[name])
     engine.run()
-    assert again == ["less", "pins"]  # the first one's pages are pinned by the other, too
+    assert again == ["pins"]  # of the other one's nothing would be free: "pins" has its pages, too
     assert [engine.seen[name].tokens for name in ("pins", "less")] == [expected(prompts[name], 3) for name in ("pins", "less")]
 
 
@@ -166,6 +166,29 @@ def test_pins_of_those_whose_peer_has_not_begun_cost_nobody_who_runs_its_pages(
     assert len(pinned) == num_pinned
     assert again == list(reversed(pinned))[:num_lifted]  # the last one first
     for name in turns:
+        engine.drop(name)
+    engine.run()
+
+
+def test_pins_of_pages_that_those_who_run_have_too_are_kept_as_nothing_would_be_free_without_them() -> None:
+    engine, shared = FakeEngine(Role.DECODE, num_pages=16, max_model_len=40, reserved_decode_tokens=0), tuple(range(100, 116))
+    engine.add(request("before", shared, 1))
+    engine.run()
+    engine.add(*(request(f"runs{i}", (*shared, *(i + 1,) * 4), 16) for i in range(3)))
+    for _ in range(3):
+        engine.tick()
+    waiting = [f"waits{i}" for i in range(3)]
+    engine.add(*(request(name, (*shared, 7), 2) for name in waiting), remote=True, is_open=False)
+    assert all(engine.scheduler.held_tokens(name) for name in waiting)
+    again: list[str] = []
+    while engine.scheduler.counts()["running"]:
+        engine.tick()
+        while resumed := engine.scheduler.take_retracted():
+            again += [one.request_id for one in resumed]
+    assert engine.scheduler.stats.retractions
+    assert not {*again} & {*waiting}
+    assert all(engine.scheduler.held_tokens(name) for name in waiting)
+    for name in waiting:
         engine.drop(name)
     engine.run()
 

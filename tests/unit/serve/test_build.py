@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -18,6 +19,7 @@ from jdisagg.core.requests import Role
 from jdisagg.serve import build, engine_core
 from jdisagg.serve.engine_core import build_core
 from jdisagg.transfer.device_put import DevicePutPublisher
+from jdisagg.transfer.target import PieceError
 
 CONFIG = Config(role="colocated", model=ModelConfig(model="demo"))
 
@@ -65,8 +67,15 @@ def refuse(*_: object) -> NoReturn:
 NO_PIECE = r"^--transfer-chunk-tokens: no memory is left for a piece of KV .* 5 bytes"
 
 
-def test_engines_of_one_process_between_which_there_is_no_room_for_a_piece_end_the_start() -> None:
-    source: Any = SimpleNamespace(runner=SimpleNamespace(device=SimpleNamespace(empty_piece=refuse)))
+def refuse_to_place(*_: object) -> NoReturn:
+    raise PieceError("device", "RESOURCE_EXHAUSTED: Out of memory allocating 5 bytes.")
+
+
+@pytest.mark.parametrize("refusal", [refuse, refuse_to_place])
+def test_engines_of_one_process_between_which_there_is_no_room_for_a_piece_end_the_start(
+    refusal: Callable[..., NoReturn],
+) -> None:
+    source: Any = SimpleNamespace(runner=SimpleNamespace(device=SimpleNamespace(empty_piece=refusal)))
     with pytest.raises(NoMemory, match=NO_PIECE):
         build._exchange(DevicePutPublisher(list[Any]().append), source, source)
 
