@@ -161,7 +161,7 @@ def test_a_bug_that_ends_a_stream_is_in_the_log_once(caplog: pytest.LogCaptureFi
         d = Decode()
         monkeypatch.setattr(d.client, "_live", buggy)
         d.client.open("127.0.0.1:1", H1, opening())
-        await until(lambda: d.ends(H1) == ["dead"])
+        await until(lambda: d.ends(H1) == ["closed"])
         await asyncio.sleep(0)
         gc.collect()
         await d.client.aclose()
