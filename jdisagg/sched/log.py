@@ -233,6 +233,10 @@ def _take_over(path: Path) -> TextIO:
         except BlockingIOError as error:
             file.close()
             raise ConfigError(f"schedule_log {path}: another process writes it; name one file for each worker") from error
+        except OSError as error:  # file systems without locks
+            file.close()
+            told = f"schedule_log {path} cannot be locked: {error.strerror}; name one on a file system with locks"
+            raise ConfigError(told) from error
         opened = os.fstat(file.fileno())
         if path.exists() and os.path.samestat(opened, path.stat()):  # else another process has just renamed it
             if not opened.st_size:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -263,6 +266,15 @@ def test_a_log_has_one_writer_and_keeps_what_the_one_before_wrote(tmp_path: Path
     second.close_log()
     assert [line["args"] for line in lines(path)[1:]] == [["c"]]
     assert [line["args"] for line in lines(path.with_name("log.jsonl.old"))[1:]] == [["a"], ["b"]]
+
+
+def test_a_log_on_a_file_system_without_locks_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with pytest.raises(ConfigError, match=r"schedule_log .*log.jsonl cannot be locked: No locks available; name one on a"):
+        make_scheduler(SchedulerConfig(schedule_log=str(tmp_path / "log.jsonl")), role=Role.UNIFIED, **SIZES)
 
 
 @pytest.mark.parametrize("place", ["", "log.jsonl/", "no/such/log.jsonl"])
