@@ -167,10 +167,9 @@ class LocalEngine:
         look_until_s = monotonic() + LOOK_S
         while not begun.done() and monotonic() < look_until_s:
             await asyncio.sleep(0.005)
-        loop, delivered = self._thread.loop, not self._mailboxes
-        while (loop.num_unfinished or not begun.done() or not delivered) and monotonic() < deadline_s:
+        loop = self._thread.loop
+        while (loop.num_unfinished or not begun.done() or self._mailboxes) and monotonic() < deadline_s:
             await asyncio.sleep(0.05)
-            delivered = not self._mailboxes
         return loop.num_unfinished or int(not begun.done()) or len(self._mailboxes)
 
     def close(self) -> None:
