@@ -29,7 +29,7 @@ from chaos_kit.session import INJECTIONS, Options, Session
 from chaos_kit.verdict import Verdict
 
 DEMO = Path(__file__).resolve().parent.parent / "jdisagg" / "demo"
-REQUESTS_PER_ROUND = 80  # each scripted kind once; five of six fall in the middle of a transfer
+REQUESTS_PER_ROUND = 100  # each scripted kind once; five of six fall in the middle of a transfer
 
 
 def parse() -> argparse.Namespace:

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable
 from time import monotonic
-from typing import Any
+from typing import Any, NoReturn
 
 from jdisagg.core.errors import Unavailable
 from jdisagg.roles.engine_loop import EngineLoop
@@ -20,6 +20,10 @@ log = logging.getLogger(__name__)
 
 STALLED_AFTER_S = 5.0  # /health is false when no tick has ended for this long
 ANSWER_S = 5.0  # that `call` waits for
+
+
+class EngineBroken(BaseException):
+    """Asked for by a test hook; as no Exception it is no answer to a call."""
 
 
 class EngineThread:
@@ -74,6 +78,10 @@ class EngineThread:
         """See `is_frozen`."""
         self.is_frozen = not self.is_frozen
 
+    def break_down(self) -> None:
+        """Test hook: the engine raises, as when a step fails."""
+        self.loop.inbox.call(_break_down)
+
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
@@ -96,3 +104,7 @@ class EngineThread:
             return json.dumps(self.loop.snapshot(), default=str)
         except Exception as error:  # noqa: BLE001 - a broken invariant may break the snapshot too; the crash itself is logged
             return f"no snapshot: {error!r}"
+
+
+def _break_down() -> NoReturn:
+    raise EngineBroken("injected fault: engine_error")

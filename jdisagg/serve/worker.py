@@ -110,6 +110,8 @@ def _check(engine: EngineThread) -> None:
 
 
 def _install_test_hooks(deployment: Deployment) -> None:
-    """SIGUSR2 freezes the engine thread, as a hung device would; again thaws it."""
+    """SIGUSR2 freezes the engine thread, as a hung device would; again thaws it. SIGRTMIN makes it raise, as a failed step."""
     if os.environ.get(HOOKS_VARIABLE) == "1":
-        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, deployment.front.freeze_or_thaw)
+        loop, front = asyncio.get_running_loop(), deployment.front
+        loop.add_signal_handler(signal.SIGUSR2, front.freeze_or_thaw)
+        loop.add_signal_handler(signal.SIGRTMIN, front.break_down)

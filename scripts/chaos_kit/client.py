@@ -128,6 +128,7 @@ class Clients:
         visit = outcome.visit
         body = {**entry.over_http, "prompt": entry.prompt, "n": entry.n, "stop": entry.stop, "priority": visit.priority}
         body |= {"stream": visit.stream, "return_token_ids": True, "cache_salt": visit.cache_salt}
+        body |= {"stream_options": {"include_usage": True}} if visit.stream else {}
         leaves = visit.fate is not Fate.STAYS
         url = f"http://{router.http}/v1/completions"
         try:
@@ -153,6 +154,8 @@ async def _read(call: Any, outcome: Outcome) -> None:
     async for response in call:
         if response.HasField("complete"):
             outcome.complete = {part.index: Choice.of(part) for part in response.complete.choices}
+            usage = response.complete.usage
+            outcome.usage = usage.prompt_tokens, usage.completion_tokens
         else:
             outcome.take(response.delta.index, Choice.of(response.delta))
 
@@ -166,6 +169,8 @@ async def _read_events(response: httpx.Response, outcome: Outcome) -> None:
 def _take(message: dict[str, Any], outcome: Outcome) -> None:
     if "error" in message:
         _take_error(message, outcome)
+    if usage := message.get("usage"):
+        outcome.usage = usage["prompt_tokens"], usage["completion_tokens"]
     for part in message.get("choices", ()):
         scores = (part.get("logprobs") or {}).get("token_logprobs", [])
         outcome.take(part["index"], Choice(part["token_ids"] or [], part["text"], scores, part["finish_reason"]))

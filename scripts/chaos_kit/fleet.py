@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+import subprocess
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -16,6 +17,7 @@ from fleet_process import free_port
 from chaos_kit.catalogue import MAX_MODEL_LEN
 from chaos_kit.member import Member, kill_all
 from chaos_kit.proxy import Connection, Proxy
+from jdisagg.serve.engines import EXIT_ENGINE_CRASHED
 
 WATCH_S = 0.05
 SIZES = (
@@ -126,7 +128,7 @@ class Fleet:
         """Start a process for `member` with its share of the drill."""
         drill = self.plan.router_drill if member.proxy is None else self.plan.worker_drill
         faults = f"{drill},seed:{self._seeds.randrange(2**20)}" if drill else ""
-        env: Mapping[str, str] = {"JDISAGG_TEST_HOOKS": "1", "JDISAGG_TEST_FAULTS": faults} if faults else {}
+        env = {"JDISAGG_TEST_HOOKS": "1", "JDISAGG_TEST_FAULTS": faults}
         turn = int(member.name[1:]) + member.incarnation  # so each place in the fleet changes with every restart
         member.start(env, self.plan.beside if turn % 2 else None)
 
@@ -178,6 +180,22 @@ class Fleet:
         """SIGKILL, and no other process in its place before `restart`."""
         self._busy.add(member.name)
         member.kill()
+
+    def break_engine(self, member: Member) -> None:
+        """Its engine raises; no other process in its place before `restart`."""
+        self._busy.add(member.name)
+        member.break_engine()
+
+    async def until_fallen(self, member: Member, timeout_s: float) -> None:
+        """Until the process whose engine broke has ended by itself; raises RuntimeError when it does not, or ends otherwise."""
+        process = member.process
+        assert process is not None
+        try:
+            status = await asyncio.to_thread(process.process.wait, timeout_s)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"{member.name} has not ended {timeout_s:g} s after its engine broke") from None
+        if status != EXIT_ENGINE_CRASHED and self.plan.beside is None:  # older versions know no such thing, and just die
+            raise RuntimeError(f"{member.name}, whose engine broke, ended with {status}, not with {EXIT_ENGINE_CRASHED}")
 
     async def restart(self, member: Member, *, drains: bool = False) -> None:
         """End the process, by SIGTERM if it `drains`, else by SIGKILL; then start another and wait until it is READY."""

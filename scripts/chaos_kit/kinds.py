@@ -13,6 +13,10 @@ SCRIPTED = (
     "kill_router",
     "freeze_prefill",
     "freeze_decode",
+    "hang_prefill",  # the engine alone: its process goes on to answer
+    "hang_decode",
+    "break_prefill",  # a step fails: the engine tells its streams, and the process ends
+    "break_decode",
     "sever",
     LAST_PREFILL,
     "stall",

@@ -132,6 +132,22 @@ class Member:
         if not self.gone:
             os.kill(self.pid, signal.SIGCONT)
 
+    def hang(self) -> None:
+        """Its engine stops, as with a hung device; the process goes on."""
+        self.frozen = True
+        os.kill(self.pid, signal.SIGUSR2)
+
+    def recover(self) -> None:
+        """The engine goes on, if the process still lives."""
+        self.frozen = False
+        if not self.gone:
+            os.kill(self.pid, signal.SIGUSR2)
+
+    def break_engine(self) -> None:
+        """Its engine raises, as when a step fails."""
+        self.up = False
+        os.kill(self.pid, signal.SIGRTMIN)
+
     async def end(self) -> int:
         """SIGTERM and wait: it drains. Its exit status."""
         self.up = False

@@ -43,6 +43,7 @@ class Outcome:
     visit: Visit
     choices: dict[int, Choice] = field(default_factory=dict)
     complete: Choices | None = None  # as the closing message has them, over gRPC; it has no log probabilities
+    usage: tuple[int, int] | None = None  # tokens of the prompt, and of all choices, as told
     error: str | None = None
     detail: str = ""
     went_away: bool = False
@@ -56,7 +57,7 @@ class Outcome:
 
     def send(self) -> None:
         """The visit is sent, once more perhaps: what came before does not count."""
-        self.choices, self.error, self.complete = {}, None, None
+        self.choices, self.error, self.complete, self.usage = {}, None, None, None
         self.largest_gap_s, self.last_s = 0.0, None
         self.times_sent += 1
 
@@ -92,6 +93,8 @@ class Outcome:
 def flaws_in(outcome: Outcome, entry: Entry, wanted: Choices, *, exact: bool) -> list[Flaw]:
     """All that is wrong with an outcome. In `fast` numerics a continuation may differ; counts and what was sent may not."""
     flaws = [Flaw.WRONG] if exact and outcome.changed else []
+    if outcome.well and outcome.usage != (len(entry.prompt), sum(len(choice.tokens) for choice in outcome.choices.values())):
+        flaws.append(Flaw.MISTOLD)
     for index in range(entry.n):
         got = outcome.choices.get(index, Choice())
         got = _as_it_ran(got, entry.stop) if outcome.went_away else got

@@ -24,6 +24,7 @@ from chaos_kit.tally import Tally
 from chaos_kit.traffic import Traffic, make_visits
 from chaos_kit.verdict import Counted, Verdict
 from jdisagg.core.config import Numerics
+from jdisagg.roles.engine_thread import EngineBroken
 
 DEADLINE_FACTOR = 20.0  # of the undisturbed latency
 UNDISTURBED_LIMIT_S = 60.0
@@ -206,9 +207,10 @@ class Session:
         return Counter(kind for member in self.fleet.members for kind in _DRILLED.findall(member.logs()))
 
     def _tracebacks(self) -> set[str]:
-        """Lines of the logs; a log has a line for each."""
+        """Lines of the logs; a log has a line for each. That of an engine which was made to fail is none."""
         lines = ((member.name, line) for member in self.fleet.members for line in member.logs().splitlines())
-        return {f"{name}: {line[:_TRACEBACK_SHOWN]}" for name, line in lines if "Traceback (" in line}
+        found = ((name, line) for name, line in lines if "Traceback (" in line and EngineBroken.__name__ not in line)
+        return {f"{name}: {line[:_TRACEBACK_SHOWN]}" for name, line in found}
 
     async def _tell(self, traffic: Traffic, striker: Striker) -> None:
         while True:

@@ -27,6 +27,7 @@ WHOLE_S = 90.0
 MISSED_S = 15.0
 SHORT_S, LONG_S = 0.5, 2.0  # below and above the silence that makes a peer dead
 HOLE_S = 2.5
+FALLEN_S = 5.0  # from the error of an engine to the end of its process
 _WEATHERS = {
     "stall": Weather.STALL,
     "black_hole": Weather.BLACK_HOLE,
@@ -125,11 +126,15 @@ class Striker:
         if kind.startswith("kill"):
             victims = fleet.prefill if kind == ALL_PREFILL else [victim]
             return lambda: _each(victims, fleet.kill), lambda: _restart(fleet, victims)
+        if kind.startswith("break"):
+            return lambda: fleet.break_engine(victim), lambda: _fall(fleet, victim)
         if kind.startswith("restart"):
             return _nothing, lambda: fleet.restart(victim, drains=True)
         seconds = self._rng.choice((SHORT_S, LONG_S))
         if kind.startswith("freeze"):
             return victim.freeze, lambda: _later(seconds, victim.thaw)
+        if kind.startswith("hang"):
+            return victim.hang, lambda: _later(seconds, victim.recover)
         assert proxy is not None, f"{kind} needs a proxy, {victim.name} has none"
         if kind == "sever":
             return proxy.cut, _at_once
@@ -184,6 +189,13 @@ def _each(victims: list[Member], action: Callable[[Member], None]) -> None:
 
 async def _restart(fleet: Fleet, victims: list[Member]) -> None:
     await asyncio.gather(*(fleet.restart(member) for member in victims))
+
+
+async def _fall(fleet: Fleet, victim: Member) -> None:
+    try:
+        await fleet.until_fallen(victim, FALLEN_S)
+    finally:
+        await fleet.restart(victim)
 
 
 async def _later(seconds: float, action: Callable[[], None]) -> None:

@@ -1,8 +1,11 @@
-"""The fleet that chaos strikes: of which version its processes are, and when it misses one."""
+"""The fleet that chaos strikes: of which version its processes are, and when it misses one, and how one has to fall."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import httpx
@@ -67,5 +70,34 @@ def test_a_worker_is_missed_once_no_router_knows_it(tmp_path: Path) -> None:
                 await fleet.until_missed([worker], 0.2)
             del known["r1"][0]
             await fleet.until_missed([worker], 0.2)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("program", "trouble"),
+    [
+        ("signal.signal(signal.SIGRTMIN, lambda *_: os._exit(71))", ""),
+        ("signal.signal(signal.SIGRTMIN, lambda *_: os._exit(0))", "ended with 0, not with 71"),
+        ("", f"ended with -{signal.SIGRTMIN:d}, not with 71"),
+        ("signal.signal(signal.SIGRTMIN, signal.SIG_IGN)", "has not ended 0.5 s after"),
+    ],
+)
+def test_a_worker_whose_engine_breaks_has_to_end_by_itself_and_to_say_so(tmp_path: Path, program: str, trouble: str) -> None:
+    async def body() -> None:
+        async with httpx.AsyncClient() as http:
+            fleet = Fleet(FleetPlan(model=""), tmp_path, http)
+            begun = tmp_path / "begun"
+            code = f"import os, signal, time; {program}\nopen({str(begun)!r}, 'w').close()\ntime.sleep(60)"
+            member = Member("P1", directory=tmp_path, http=http, enter=(sys.executable, "-c", code))
+            fleet.launch(member)
+            until(begun.exists)
+            fleet.break_engine(member)
+            try:
+                with pytest.raises(RuntimeError, match=trouble) if trouble else nullcontext():
+                    await fleet.until_fallen(member, 0.5 if "has not" in trouble else 30.0)
+            finally:
+                member.kill()
+                await member.reap()
 
     asyncio.run(body())

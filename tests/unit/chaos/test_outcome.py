@@ -16,7 +16,7 @@ def outcome(tokens: list[int], **fields) -> Outcome:
     visit = Visit(
         number=0, entry=0, fate=Fate.STAYS, after_s=0.0, over_http=False, stream=True, priority=0, cache_salt=""
     )  # fmt: skip
-    return Outcome(visit=visit, choices={0: said(tokens)}, **fields)
+    return Outcome(visit=visit, choices={0: said(tokens)}, **{"usage": (1, len(tokens))} | fields)
 
 
 def said(tokens: list[int], **fields: Any) -> Choice:
@@ -48,6 +48,13 @@ def test_a_stream_that_says_otherwise_at_its_end_is_wrong() -> None:
     assert flaws_in(outcome(RIGHT, complete={0: said([*RIGHT, 1])}), ENTRY, right, exact=True) == [Flaw.LOST]
     assert flaws_in(outcome(RIGHT, complete={0: said(RIGHT, text="abd")}), ENTRY, right, exact=True) == [Flaw.MISTOLD]
     assert flaws_in(outcome(RIGHT, changed=True), ENTRY, right, exact=True) == [Flaw.WRONG]
+
+
+@pytest.mark.parametrize("usage", [(1, 5), (2, 6), None])
+def test_a_whole_answer_that_counts_otherwise_is_mistold(usage: tuple[int, int] | None) -> None:
+    right = {0: said(RIGHT)}
+    assert flaws_in(outcome(RIGHT, usage=usage), ENTRY, right, exact=True) == [Flaw.MISTOLD]
+    assert flaws_in(outcome(RIGHT, usage=usage, went_away=True), ENTRY, right, exact=True) == []
 
 
 @pytest.mark.parametrize(
@@ -101,5 +108,5 @@ def test_an_abort_may_bring_text_that_was_withheld(text: str, flaws: list[Flaw])
     aborted = outcome(RIGHT, went_away=True)
     aborted.choices = {0: said(RIGHT[:3], text=text, finish="abort")}
     assert flaws_in(aborted, entry, right, exact=True) == flaws
-    aborted.went_away = False
+    aborted.went_away, aborted.usage = False, (1, 3)
     assert flaws_in(aborted, entry, right, exact=True) == [Flaw.LOST], "nobody aborted it"

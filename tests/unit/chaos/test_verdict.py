@@ -12,7 +12,7 @@ RIGHT = {0: Choice([5, 7])}
 
 def outcome(number: int, *, fate: Fate = Fate.STAYS, **fields) -> Outcome:
     visit = Visit(number=number, entry=0, fate=fate, after_s=0.0, over_http=True, stream=True, priority=0, cache_salt="")
-    return Outcome(visit=visit, **{"choices": RIGHT, "times_sent": 1} | fields)
+    return Outcome(visit=visit, **{"choices": RIGHT, "usage": (1, 2), "times_sent": 1} | fields)
 
 
 def judged(*outcomes: Outcome) -> Verdict:

@@ -55,6 +55,17 @@ def test_requests_run_and_the_self_test_passes(running: Running) -> None:
     assert running.thread.unhealthy_reason(time.monotonic()) == ""
 
 
+def test_an_engine_that_is_made_to_raise_is_over_as_one_whose_step_did(running: Running) -> None:
+    running.thread.is_frozen = True
+    running.submit("a", 40)
+    running.thread.break_down()
+    running.thread.is_frozen = False
+    until(lambda: running.crashes, "the process is told")
+    assert isinstance(running.crashes[0], engine_thread.EngineBroken)
+    assert running.thread.is_over
+    assert isinstance(running.outputs[-1].error, Unavailable)
+
+
 def test_a_step_that_raises_tells_every_client_and_the_process(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(plan: Plan) -> StepResult:
         raise RuntimeError("the device is gone")
