@@ -230,6 +230,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run every check and test.")
     parser.add_argument("--quick", action="store_true", help="unit tests only: no kernels, golden, e2e")
     options, extra = parser.parse_known_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background ignores
     os.chdir(ROOT)
     os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ['PATH']}"
     began_s = time.monotonic()
