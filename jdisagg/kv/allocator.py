@@ -74,6 +74,12 @@ class PageAllocator:
                 else:
                     self._free.append(page)
 
+    def touch(self, pages: Iterable[int]) -> None:
+        """The idle ones among these are evicted last."""
+        for page in pages:
+            if page in self._idle:
+                self._idle.move_to_end(page)
+
     def forgotten(self, pages: Iterable[int]) -> None:
         """The prefix index has forgotten these pages."""
         for page in pages:

@@ -68,9 +68,10 @@ class PageBook:
         holding.num_indexed = len(hits)
 
     def share(self, holding: Holding, donor: Holding, num_pages: int) -> None:
-        """Take references to the donor's first pages as the leading ones of an empty holding."""
+        """Take references to the donor's first pages as the leading ones of an empty holding. Not all need be in the index."""
         self.pin(holding, tuple(donor.pages[:num_pages]))
         holding.keys = donor.keys[:num_pages]
+        holding.twins = [i for i, page in enumerate(holding.pages) if not self._index.has(page)]
 
     def grow(self, holding: Holding, num_pages: int) -> tuple[int, ...] | None:
         """Extend to `num_pages` pages; the new ones (maybe none), or None and no change when memory is short. What it was
@@ -103,8 +104,11 @@ class PageBook:
             self._record(self._journal, sequence, new)
 
     def drop(self, holding: Holding) -> None:
-        """Give every page back and forget the promise; keys stay, tokens do not change."""
+        """Give every page back and forget the promise; keys stay, tokens do not change. Pages found in place of its own, before
+        those of its own that are found, are not to be evicted before these."""
         self._allocator.free(holding.pages)
+        for i in reversed(holding.twins):
+            self._allocator.touch(self._index.match_keys(holding.keys[i : i + 1]))
         holding.pages.clear()
         holding.twins.clear()
         holding.num_indexed = holding.held_tokens = 0
