@@ -12,7 +12,6 @@ than a kill. Two processes cannot hold one journal: it is locked.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Set
@@ -23,6 +22,7 @@ from typing import Any, BinaryIO, Self
 
 from jdisagg.batch import strict_json
 from jdisagg.core.errors import ConfigError, JdisaggError
+from jdisagg.core.files import lock
 
 CREATED = "created"  # in the header: a time, that of the run that began it
 _HEADER_START = b'{"journal":'  # of every journal: another file of that name is not overwritten
@@ -174,13 +174,7 @@ def check_journal(output: Path, header: dict[str, Any]) -> None:
 
 
 def _lock(file: BinaryIO, path: Path) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(f"{path}: another process is running this batch; wait for it or end it") from None
-    except OSError as error:  # file systems without locks: Lustre without -o flock, NFS without lockd
-        told = f"{path} cannot be locked: {error.strerror}; choose an --output on a file system with locks"
-        raise ConfigError(told) from error
+    lock(file, str(path), taken="is running this batch; wait for it or end it", choose="choose an --output")
 
 
 def _check_header(path: Path, found: dict[str, Any], wanted: dict[str, Any], keys: Set[str]) -> None:

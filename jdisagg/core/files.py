@@ -1,9 +1,13 @@
-"""Why a file could not be read, and what to do about it: the end of an error's line."""
+"""Why a file could not be read or locked, and what to do about it."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
+from typing import IO, Any
+
+from jdisagg.core.errors import ConfigError
 
 _POINTER = b"version https://git-lfs.github.com/"
 
@@ -26,3 +30,14 @@ def why(file: Path, error: Exception) -> str:
 def no_access(error: PermissionError) -> str:
     """What to do about a file or directory that belongs to somebody else."""
     return f"{error.strerror}; let user {os.geteuid()} read it (chmod -R a+rX, or the fsGroup of a volume)"
+
+
+def lock(file: IO[Any], name: str, *, taken: str, choose: str) -> None:
+    """Have it, which messages call `name`, for this process alone until it is closed. Raises ConfigError: another process has
+    it, as `taken` says, or its file system has no locks (Lustre without -o flock, NFS without lockd): what to `choose`."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"{name}: another process {taken}") from None
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be locked: {error.strerror}; {choose} on a file system with locks") from error

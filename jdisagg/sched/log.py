@@ -11,7 +11,6 @@ A call that is not given the time has "at_s", by the same clock. One that raised
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -26,6 +25,7 @@ from typing import Any, TextIO, TypeVar, cast
 
 from jdisagg.core.config import SchedulerConfig
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.files import lock
 from jdisagg.core.requests import EngineRequest, Output, Role
 from jdisagg.sched.explain import Cause, Explainer, Wait
 from jdisagg.sched.flight_recorder import FlightRecorder
@@ -229,14 +229,10 @@ def _take_over(path: Path) -> TextIO:
     while True:
         file = path.open("a", encoding="utf-8", buffering=1)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            lock(file, f"schedule_log {path}", taken="writes it; name one file for each worker", choose="name one")
+        except ConfigError:
             file.close()
-            raise ConfigError(f"schedule_log {path}: another process writes it; name one file for each worker") from error
-        except OSError as error:  # file systems without locks
-            file.close()
-            told = f"schedule_log {path} cannot be locked: {error.strerror}; name one on a file system with locks"
-            raise ConfigError(told) from error
+            raise
         opened = os.fstat(file.fileno())
         if path.exists() and os.path.samestat(opened, path.stat()):  # else another process has just renamed it
             if not opened.st_size:
