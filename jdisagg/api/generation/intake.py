@@ -30,6 +30,11 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters
 
 
+def most_tokens(given: int | None) -> float | None:
+    """What `truncate_prompt_tokens` says of a prompt, as in vLLM: the most of it, -1 = as many as fit; None = all or none."""
+    return math.inf if given == -1 else given
+
+
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
     """How prompts become tokens, and an answer's tokens text."""

@@ -7,7 +7,6 @@ Errors end the call with the status of their type; google.rpc details (`grpc-sta
 from __future__ import annotations
 
 import logging
-import math
 import uuid
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -21,7 +20,7 @@ from jdisagg.api.codec import encode_fields, encode_finish, encode_provenance, g
 from jdisagg.api.generation.choice import ChoiceResult, Delta, ScoredToken, Transcript, has_many_scores
 from jdisagg.api.generation.context_length import Prompt
 from jdisagg.api.generation.edge import Edge
-from jdisagg.api.generation.intake import DEFAULT_MAX_TOKENS, Conversion, TextRequest, check_model
+from jdisagg.api.generation.intake import DEFAULT_MAX_TOKENS, Conversion, TextRequest, check_model, most_tokens
 from jdisagg.api.generation.sampling_bounds import check_logit_bias
 from jdisagg.api.unread import Reader, not_taken
 from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, JdisaggError, RequestError
@@ -116,7 +115,7 @@ def read_generate(
         stop=tuple(request.stop),
         echo=request.echo,
         conversion=Conversion(
-            most_prompt_tokens=math.inf if request.truncate_prompt_tokens == -1 else request.truncate_prompt_tokens or None,
+            most_prompt_tokens=most_tokens(request.truncate_prompt_tokens or None),
             shows_stop=request.include_stop_str_in_output,
         ),
         priority=request.priority,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +10,7 @@ from starlette.requests import Request
 from jdisagg.api.generation.choice import Transcript
 from jdisagg.api.generation.context_length import Prompt
 from jdisagg.api.generation.edge import Edge
-from jdisagg.api.generation.intake import Conversion, Job, TextRequest
+from jdisagg.api.generation.intake import Conversion, Job, TextRequest, most_tokens
 from jdisagg.api.generation.sampling_bounds import NUMBERS, check_logit_bias
 from jdisagg.api.http.body import Body, wrong_type
 from jdisagg.api.http.connection import while_connected
@@ -90,7 +89,6 @@ def read_request(
     """The body as far as both read it alike. `add_special_tokens`: whether they are put around text prompts where the body does
     not say."""
     n, seed, timeout_s = body.integer("n"), body.integer("seed"), body.number("timeout_s")
-    most_prompt_tokens = body.integer("truncate_prompt_tokens")
     if timeout_s is not None and not timeout_s > 0:
         raise wrong_type("timeout_s", "a number above 0", timeout_s)
     return TextRequest(
@@ -103,7 +101,7 @@ def read_request(
         n=1 if n is None else n,
         stop=body.texts("stop"),
         conversion=Conversion(
-            most_prompt_tokens=math.inf if most_prompt_tokens == -1 else most_prompt_tokens,
+            most_prompt_tokens=most_tokens(body.integer("truncate_prompt_tokens")),
             add_special_tokens=body.boolean("add_special_tokens", add_special_tokens),
             skip_special_tokens=body.boolean("skip_special_tokens", True),
             shows_stop=body.boolean("include_stop_str_in_output"),
