@@ -91,7 +91,8 @@ def _convert(source: Path, output: Path, dtype: str | None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status (2: a bad flag or checkpoint, one line on stderr)."""
+    """Command line; returns the exit status, with one line on stderr (1: the model cannot be fetched now, 2: a bad flag or
+    checkpoint)."""
     parser = argparse.ArgumentParser(
         prog="python -m jdisagg.convert", description="Convert a Hugging Face model directory to Orbax."
     )
@@ -105,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             convert(source, args.output, dtype=args.dtype)
     except ConfigError as error:
         print(f"jdisagg.convert: {error.message}", file=sys.stderr)
-        return 2
+        return error.exit_status
     print(json.dumps({"event": "converted", "output": str(args.output.resolve())}))
     return 0
 

@@ -36,8 +36,8 @@ NOTHING_KEPT = "without --work-dir nothing is kept, the same command begins anew
 
 
 def main() -> int:
-    """Evaluate one task; returns the exit status: that of the batch when it fails, 2 for a task that cannot be evaluated, be it
-    that one of its requests failed."""
+    """Evaluate one task; returns the exit status: that of the batch when it fails, 1 when the model cannot be fetched now, 2
+    for a task that cannot be evaluated, be it that one of its requests failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -67,7 +67,7 @@ def main() -> int:
             raise ValueError(f"{args.task}: no text of more than one token, so that there is nothing to score")
     except (ValueError, OSError, ConfigError) as error:
         print(f"eval_batch: {error}", file=sys.stderr)
-        return EXIT_BAD_TASK
+        return error.exit_status if isinstance(error, ConfigError) else EXIT_BAD_TASK
     flags = ["--server", args.server, *flags] if args.server else ["--model", args.model, *flags]
     scores: dict[str, Scores] = {}
     scratch = tempfile.TemporaryDirectory()

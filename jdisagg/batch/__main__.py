@@ -1,7 +1,7 @@
 """`python -m jdisagg.batch --input in.jsonl --output out.jsonl [--model MODEL [serve flags] [--disagg] | --server URL]`.
 
-Exit status: 0 done (failed requests are counted on stderr, they do not change it), 1 stopped early (the same command goes on
-from there), 2 a command that cannot be run.
+Exit status: 0 done (failed requests are counted on stderr, they do not change it), 1 stopped early, or the engine could not be
+started now, its model not be fetched, say (the same command goes on from there), 2 a command that cannot be run.
 """
 
 from __future__ import annotations
@@ -59,14 +59,12 @@ def main(argv: Sequence[str], *, tidy: Callable[[], object] = lambda: None, what
         for text in summary(command.batch.output):
             say(text)
         return EXIT_DONE
-    except ConfigError as error:
-        say(error.message)
-        return EXIT_BAD_COMMAND
     except JdisaggError as error:
         say(error.message)
-        if what_next != GOES_ON:
+        status = error.exit_status if isinstance(error, ConfigError) else EXIT_STOPPED
+        if status == EXIT_STOPPED and what_next != GOES_ON:
             say(what_next)
-        return EXIT_STOPPED
+        return status
     except (KeyboardInterrupt, asyncio.CancelledError):
         say(interrupted)
         return EXIT_STOPPED

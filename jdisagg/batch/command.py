@@ -32,8 +32,9 @@ Line N is called line-N where it has no custom_id, or that of an earlier line (n
 and has the seed N + --seed where it has none, or -1.
 
 The last line on stderr counts them: "N ok, M failed"; those before it name the first few that failed, and why.
-Exit status: 0 every line has its answer or its error in the output, failed ones included; 1 stopped early, the same
-command goes on from there; 2 a command that cannot be run."""
+Exit status: 0 every line has its answer or its error in the output, failed ones included; 1 stopped early, or the engine
+could not be started now (the model cannot be fetched, say), the same command goes on from there; 2 a command that cannot be
+run."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+import jdisagg.batch.__main__ as batch
 from jdisagg.batch.__main__ import main
+from jdisagg.core.errors import ConfigError, NotFetched
 from tests.unit.batch.command_line import arguments
 from tests.unit.batch.fake_server import serving
 
@@ -116,3 +118,17 @@ def test_a_pipe_is_refused_by_name(source: Path, name: str, capsys: pytest.Captu
     given = {"--input": str(source), "--output": str(output)} | {name: "-"}
     assert main([word for pair in given.items() for word in pair] + ["--server", "http://127.0.0.1:9"]) == 2
     assert f"{name}: a batch that can be resumed needs a file, not a pipe; name one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("error", "status"), [(NotFetched, 1), (ConfigError, 2)])
+def test_an_engine_that_cannot_be_started_now_may_be_by_the_same_command(
+    source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: type[ConfigError], status: int
+) -> None:
+    def refuse(_: object) -> None:
+        raise error("--model: the Hub says nothing")
+
+    monkeypatch.setattr(batch, "_open_client", refuse)
+    command = ["--input", str(source), "--output", str(source.with_name("out.jsonl")), "--model", "someone/model"]
+    assert main(command, what_next="begin anew") == status
+    told = ["jdisagg.batch: --model: the Hub says nothing", "jdisagg.batch: begin anew"]
+    assert capsys.readouterr().err.splitlines() == told[: 2 // status]

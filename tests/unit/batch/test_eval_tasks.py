@@ -13,6 +13,7 @@ import pytest
 import tokenizers
 from eval_tasks.tasks import STRIDE, TASKS, WINDOW, load_examples, until_stop, windows
 
+from jdisagg.core.errors import NotFetched
 from jdisagg.models.resolve import resolve_model
 from jdisagg.text.tokenizer import Tokenizer
 
@@ -184,6 +185,18 @@ def test_a_task_that_cannot_be_evaluated_is_one_line(
     assert eval_batch.main() == 2
     told = capsys.readouterr().err
     assert (told.count("\n"), wrong in told) == (1, True)
+
+
+def test_a_model_that_cannot_be_fetched_now_is_no_bad_task(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **_options: object) -> None:
+        raise NotFetched("--model: the Hub says nothing")
+
+    monkeypatch.setattr(eval_batch, "resolve_model", refuse)
+    monkeypatch.setattr(sys, "argv", ["eval_batch.py", "choice", "--task", "configs/eval/choice.jsonl"])
+    assert eval_batch.main() == 1
+    assert capsys.readouterr().err == "eval_batch: --model: the Hub says nothing\n"
 
 
 def test_a_request_that_failed_is_one_line_and_no_score(

@@ -14,9 +14,10 @@ import jax
 import numpy as np
 import pytest
 
+import jdisagg.convert as module
 from jdisagg.convert import convert, main
 from jdisagg.core.config import ModelConfig
-from jdisagg.core.errors import ConfigError
+from jdisagg.core.errors import ConfigError, NotFetched
 from jdisagg.models.load import LoadedModel, load_model
 from jdisagg.models.resolve import generation_defaults
 from jdisagg.models.sharding import make_mesh
@@ -84,6 +85,17 @@ def test_it_refuses_to_overwrite(model_directory: Path, tmp_path: Path, capsys: 
     assert main(["--model", str(model_directory), "--output", str(output)]) == 2
     assert "there exists; give a new name" in capsys.readouterr().err
     assert list(output.iterdir()) == []
+
+
+def test_a_model_that_cannot_be_fetched_now_is_no_bad_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(_: str) -> None:
+        raise NotFetched("--model: the Hub says nothing")
+
+    monkeypatch.setattr(module, "resolve_model", refuse)
+    assert main(["--model", "someone/model", "--output", str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err == "jdisagg.convert: --model: the Hub says nothing\n"
 
 
 @pytest.mark.parametrize("output", ["/proc/converted", "x" * 300])
