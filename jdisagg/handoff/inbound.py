@@ -69,7 +69,7 @@ class Inbound:
 
     def ended(self, stream: InboundStream, message: StreamEnded) -> None:
         """`stream` is over."""
-        if message.is_death and stream.stage is not InboundStage.OPENING:
+        if message.is_death:
             self.ladder.went_down(stream.peer)
 
     def stream_of(self, handoff: HandoffId) -> InboundStream | None:

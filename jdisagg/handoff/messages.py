@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jdisagg.core.errors import HandoffLost, RequestError
+from jdisagg.core.errors import RequestError
 from jdisagg.core.requests import EngineRequest, Output
 
 
@@ -193,13 +193,9 @@ class Awake:
 class StreamEnded:
     """The stream is gone: closed by the other side, timed out, or its process died. `reason` is for logs and metrics."""
 
-    reason: str  # "closed" | "dead" | "heartbeat" | "unread" | "hello" | "deadline" | "unreachable"
+    reason: str  # "closed" | "dead" | "heartbeat" | "unread" | "unreadable" | "hello" | "deadline" | "unreachable"
     error: RequestError | None = None
-
-    @property
-    def is_death(self) -> bool:
-        """Whether P went down, as far as D can know: it does not answer any more. One that says what D cannot read is there."""
-        return self.reason in ("dead", "heartbeat") and not isinstance(self.error, HandoffLost)
+    is_death: bool = False  # P had taken the request and went down, as far as D can know: it does not answer any more
 
 
 Down = Open | Grant | Ack | Want | ChunkReady | Declined  # what travels from D to P,

@@ -66,6 +66,7 @@ class PeerServiceServicer:
 
     def Prefill(self, request_iterator, context):
         """One stream per hand-off; its life is the hand-off's life.
+        P's initial metadata has the key jdisagg-taken: it has read `open`, and goes down with the request if it does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -2,7 +2,7 @@
 
 Engine threads call `open`, `send` and `close`, which cross to the loop in order; answers are posted as FromPrefill. Exactly
 one StreamEnded ends every stream that D did not close itself. A stream whose P restarted at the same address, seen by a
-refused epoch or a dead connection before the first answer, is opened once more with everything sent so far; nothing else is
+refused epoch or a dead connection before P had taken it, is opened once more with everything sent so far; nothing else is
 retried here: the recovery ladder is `handoff`'s.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from random import random
 from time import monotonic
@@ -211,9 +212,10 @@ class GrpcPeerClient:
                 ended = await stream.run(link, theirs, reached.backends, deliver)
                 if ended.reason == UNCLEAR:
                     ended = await cleared_up(ended, link, theirs.epoch)
-                if ended.reason in ("dead", "heartbeat") and not stream.garbled:
+                if ended.reason in ("dead", "heartbeat"):
+                    ended = replace(ended, is_death=stream.taken)
                     self._failed(link, ended.error.message if ended.error else ended.reason)
-            if stream.answered or ended.reason not in ("dead", "epoch"):
+            if stream.taken or ended.reason not in ("dead", "epoch"):
                 break
         return StreamEnded(reason="hello", error=ended.error) if ended.reason == "epoch" else ended
 

@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from time import monotonic
 from weakref import WeakValueDictionary
 
@@ -27,6 +28,7 @@ from jdisagg.api.peer.identity_codec import decode_identity, encode_identity
 from jdisagg.api.peer.piece_server import PieceServer
 from jdisagg.api.peer.reply import Post, Posts, StreamReply
 from jdisagg.api.peer.shared_pulse import Listener, SharedPulse
+from jdisagg.api.peer.stream import TAKEN
 from jdisagg.api.status_details import end_call
 from jdisagg.api.tasks import cancel_and_wait, first_of
 from jdisagg.core.config import TransferConfig
@@ -111,6 +113,8 @@ class PeerServer(PieceServer):
             opened, pulse = await self._read_open(request_iterator)
         except RequestError as error:
             return refuse(context, error)
+        with suppress(grpc.aio.BaseError):  # D is gone, as it turns out below
+            await context.send_initial_metadata(((TAKEN, "1"),))  # so that it knows, should this process die of it
         handoff = HandoffId(opened.request.request_id, next(self._serials))
         reply = StreamReply(asyncio.get_running_loop(), MOST_UNREAD)
         reason, unread, cut_short = "dead", None, True  # what a cancelled handler means: the connection is gone

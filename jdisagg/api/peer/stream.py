@@ -38,6 +38,7 @@ from jdisagg.handoff.messages import (
 from jdisagg.v1 import peer_pb2
 
 DEADLINE_GRACE_S = 2.0  # the engine ends a hand-off at its deadline; the RPC's own limit comes later
+TAKEN = "jdisagg-taken"  # in what P sends ahead of its first message, before its engine has the request
 UNCLEAR = "unclear"  # a write of ours failed: P has ended the stream, or its process is gone
 _REASONS = {
     grpc.StatusCode.DEADLINE_EXCEEDED: "deadline",
@@ -49,13 +50,12 @@ _REASONS = {
 
 
 class PeerStream:
-    """Messages to one P and back. `run` may be called again while nothing was answered: everything sent is sent again."""
+    """Messages to one P and back. `run` may be called again while P had nothing of it: everything sent is sent again."""
 
     def __init__(self, peer: str, opening: Open, config: TransferConfig) -> None:
         self.peer = peer
-        self.answered = False
+        self.taken = False  # P has read what it is asked for, and says so with its first word, or before
         self.closed = False
-        self.garbled = False  # the peer said what cannot be read: it is there
         self._opening = opening
         self._config = config
         self._sent: list[peer_pb2.PrefillRequest] = []  # kept until the first answer
@@ -69,7 +69,7 @@ class PeerStream:
     def send(self, message: Grant | Ack | Want | ChunkReady | Declined) -> None:
         """Queue a message."""
         wire = encode_down(message, epoch="", now_s=0.0)
-        if not self.answered:
+        if not self.taken:
             self._sent.append(wire)
         if self._outbox is not None:
             self._outbox.put(wire)
@@ -86,7 +86,7 @@ class PeerStream:
         """Carry messages both ways until either side ends; says why. "epoch" = the peer is another process than `theirs`,
         UNCLEAR = ask it."""
         outbox, pulse = Outbox(DOWN_HEARTBEAT), link.pulse(theirs, self._config)
-        self._outbox, self.garbled = outbox, False
+        self._outbox = outbox
         opening = replace(self._opening, backend=backends[0], backends=backends)
         deliver(Agreed(backends=backends))
         for wire in (encode_down(opening, epoch=theirs.epoch, now_s=monotonic(), pulse=pulse.name), *self._sent):
@@ -105,6 +105,7 @@ class PeerStream:
         finally:
             call.cancel()
             await cancel_and_wait(read, write)
+        self.taken = self.taken or TAKEN in await call.initial_metadata()
         if read in done:
             return self._end(read.exception())
         silence = f"prefill peer {self.peer}: no heartbeat for {self._config.dead_after_s} s"
@@ -118,7 +119,7 @@ class PeerStream:
             if wire is None:  # gRPC's word for bytes that are no message
                 raise InvalidRequest("bytes that are no message")
             for message in await self._decoded(up, wire, pulse):
-                self.answered = True
+                self.taken = True
                 self._sent.clear()
                 deliver(message)
             pulse.heard()  # afterwards: who only wakes up to refuse is not gone back to
@@ -138,13 +139,12 @@ class PeerStream:
         if error is None:
             return _closed(self.peer)
         if isinstance(error, RequestError):  # P's fault: its own type would have the client believe that it is the request's
-            self.garbled = True
             lost = HandoffLost(f"a message of prefill peer {self.peer} cannot be read: {error}")
-            return StreamEnded(reason="dead", error=lost)
+            return StreamEnded(reason="unreadable", error=lost)
         if not isinstance(error, grpc.aio.AioRpcError):
             raise error
         reason = _REASONS.get(error.code(), "closed")
-        if error.code() is grpc.StatusCode.FAILED_PRECONDITION and not self.answered:
+        if error.code() is grpc.StatusCode.FAILED_PRECONDITION and not self.taken:
             reason = "epoch"
         return StreamEnded(reason=reason, error=error_from_rpc(error, f"prefill peer {self.peer}: hand-off stream"))
 

@@ -111,8 +111,9 @@ def test_a_request_that_ends_whoever_computes_it_does_not_go_through_the_whole_f
     assert not none_of(act.Fail, side.on_message(stream(MAX_PREFILL_PEERS), DEAD, 0.0))
 
 
-DOWN = (DEAD, StreamEnded(reason="heartbeat"))
-UNREADABLE = StreamEnded(reason="dead", error=HandoffLost("a message of prefill peer p cannot be read"))
+DIED = StreamEnded(reason="dead", is_death=True)
+DOWN = (DIED, StreamEnded(reason="heartbeat", is_death=True))
+UNREADABLE = StreamEnded(reason="unreadable", error=HandoffLost("a message of prefill peer p cannot be read"))
 UNREACHED = (StreamEnded(reason="unreachable"), StreamEnded(reason="dead", error=Unavailable("no connection")))
 
 
@@ -140,7 +141,7 @@ def test_with_as_many_as_one_asks_going_down_the_request_is_said_to_be_what_they
 
 @pytest.mark.parametrize("other", [*UNREACHED, UNREADABLE, StreamEnded(reason="closed"), Accepted(cached_tokens=0)])
 def test_those_that_were_not_reached_or_live_speak_against_no_request(other: PrefillToDecode) -> None:
-    for ends in ((*DOWN, DEAD, other), (other, *DOWN, DEAD)):
+    for ends in ((*DOWN, DIED, other), (other, *DOWN, DIED)):
         error = only(act.Fail, lost(*ends)).error
         assert type(error) is HandoffLost
         assert "died" not in error.message
@@ -150,12 +151,12 @@ def test_one_that_was_quiet_and_one_that_was_asked_meanwhile_go_down_with_it_lik
     side, _ = begun("p0", "p1", "p2", "p3")
     for handoff in (H, H2):  # p1 is asked as p0 is quiet, goes down, and then p2 is; p0 goes down, and p2
         side.on_message(handoff, Accepted(cached_tokens=0), 0.0)
-        side.on_message(handoff, Quiet(0.6) if handoff == H else DEAD, 0.0)
+        side.on_message(handoff, Quiet(0.6) if handoff == H else DIED, 0.0)
     side.on_message(stream(3), Accepted(cached_tokens=0), 0.0)
     for number in (1, 3):
-        assert none_of(act.Fail, side.on_message(stream(number), DEAD, 0.0))
+        assert none_of(act.Fail, side.on_message(stream(number), DIED, 0.0))
     side.on_message(stream(4), Accepted(cached_tokens=0), 0.0)
-    assert isinstance(only(act.Fail, side.on_message(stream(4), DEAD, 0.0)).error, Deadly)
+    assert isinstance(only(act.Fail, side.on_message(stream(4), DIED, 0.0)).error, Deadly)
 
 
 def test_too_late_says_who_was_full() -> None:
@@ -232,6 +233,6 @@ def test_nobody_new_is_asked_for_a_request_that_none_of_many_could_serve(num_unf
 def test_one_that_comes_and_is_lost_leaves_the_only_one_there_was_its_second_try() -> None:
     side, known = begun("p")
     known.append("q")
-    assert only(act.OpenStream, side.on_message(H, DEAD, 0.0)).peer == "q"
-    assert none_of(act.OpenStream, side.on_message(H2, DEAD, 0.0))
+    assert only(act.OpenStream, side.on_message(H, DIED, 0.0)).peer == "q"
+    assert none_of(act.OpenStream, side.on_message(H2, DIED, 0.0))
     assert only(act.OpenStream, side.tick(0.2)).peer == "p"

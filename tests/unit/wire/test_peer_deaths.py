@@ -42,6 +42,41 @@ def test_death_of_prefill_ends_every_stream_once_within_a_second():
 
 
 @pytest.mark.covers("C04")
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_prefill_worker_that_goes_down_with_what_it_has_taken_died_if_only_before_its_engine_said_a_word(answers: bool):
+    async def body() -> None:
+        p, d = Prefill(identity()), Decode()
+        address = await p.start()
+        d.client.open(address, H1, opening())
+        await until(p.opened)
+        if answers:
+            p.opened()[0].reply.send(Accepted(cached_tokens=0))
+            await until(lambda: d.messages(H1))
+        await p.server.stop(0)
+        await until(lambda: d.ends(H1))
+        d.client.open(address, H2, opening())
+        await until(lambda: d.ends(H2))
+        ends = [(end.reason, end.is_death) for end in (d.messages(H1)[-1], d.messages(H2)[-1]) if isinstance(end, StreamEnded)]
+        assert ends == [("dead", True), ("unreachable", False)]
+        await d.client.aclose()
+
+    run_quiet(body())
+
+
+def test_a_prefill_worker_that_never_read_what_it_is_asked_did_not_die_of_it():
+    async def body() -> None:
+        silent, d = _Silent(identity(), post=lambda event: None, pieces={}, config=FAST), Decode()
+        server, address = await start_server(lambda server: add_peer_service(silent, server))
+        d.client.open(address, H1, opening())
+        await until(lambda: d.ends(H1))
+        assert d.messages(H1)[-1].reason == "heartbeat"
+        assert not d.messages(H1)[-1].is_death
+        await d.client.aclose()
+        await server.stop(0)
+
+    run_quiet(body())
+
+
 def test_prefill_restarted_at_its_address_serves_the_next_request():
     async def body() -> None:
         p, d = Prefill(identity()), Decode()

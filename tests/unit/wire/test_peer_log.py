@@ -90,6 +90,9 @@ def test_a_connection_that_is_gone_is_in_the_log_though_it_reads_as_an_end_in_go
         def peer(self) -> str:
             return "ipv4:127.0.0.1:1"
 
+        async def send_initial_metadata(self, _: object) -> None:
+            pass
+
         async def write(self, message: peer_pb2.PrefillResponse) -> None:
             raise AssertionError(message)
 

@@ -57,7 +57,7 @@ def test_a_message_that_cannot_be_read_ends_its_hand_off_and_nothing_else(
         p.opened()[0].reply.send(dataclasses.replace(CHUNK, shape=(2, 2, 2)))
         await until(lambda: d.ends(H1))
         (ended,) = [message for message in d.messages(H1) if isinstance(message, StreamEnded)]
-        assert (ended.reason, type(ended.error)) == ("dead", HandoffLost)
+        assert (ended.reason, type(ended.error)) == ("unreadable", HandoffLost)
         await asyncio.sleep(0.1)
         assert d.usable(address)
         assert d.ends(H2) == []
