@@ -80,13 +80,14 @@ class Child:
         """Its READY; None when it exits first. Raises TimeoutError when it writes nothing at all for `silence_s`."""
         exited = asyncio.create_task(self._process.wait())
         try:
-            while not (self._ready.done() or exited.done()):
+            while True:
                 await first_of(self._ready, exited, timeout_s=max(0.0, self._spoke_s + silence_s - monotonic()))
-                if not (self._ready.done() or exited.done()) and monotonic() - self._spoke_s >= silence_s:
+                if self._ready.done() or exited.done():
+                    return self._ready.result() if self._ready.done() else None
+                if monotonic() - self._spoke_s >= silence_s:
                     raise TimeoutError
         finally:
             exited.cancel()
-        return self._ready.result() if self._ready.done() else None
 
     async def wait(self) -> int:
         """Its exit status, once it has ended and all its output is forwarded; negative = ended by that signal."""
