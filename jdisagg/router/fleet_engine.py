@@ -223,9 +223,7 @@ class FleetEngine:
         if isinstance(event, RequestError):
             return flight.failed(event)
         if isinstance(event, Output):
-            if isinstance(event.error, _RECOVERABLE):
-                event = Lost.told(event.error)
-            elif wrong := flight.objection(event):
+            if wrong := flight.objection(event):
                 event = Lost(HandoffLost(wrong), death=False)
             elif not self._placement.may_speak(flight, event):
                 event = Lost(Unavailable("other choices of this request are answered by other weights"), death=False)
@@ -268,15 +266,13 @@ class FleetEngine:
         for output in outputs:
             flight = self._flights.get(output.request_id)
             if flight is not None and flight.attempt == output.attempt and flight.entry is not None:
-                flight.events.put(output)
+                flight.hear(Lost.told(output.error) if isinstance(output.error, _RECOVERABLE) else output)
 
     def _on_lost(self, entry: Entry, reason: str) -> None:
         lost = Lost.of(entry, reason)
         for flight in self._flights.values():
             if flight.entry is entry:
-                # now, not when its client reads on: the worker may be back before that
-                flight.setbacks.blame_for(lost, flight.attempt)
-                flight.events.put(lost)
+                flight.hear(lost)
 
     def _on_back(self, entry: Entry) -> None:
         for flight in self._flights.values():

@@ -109,6 +109,13 @@ class Flight:
             num_asked=num_asked,
         )
 
+    def hear(self, event: Output | Lost) -> None:
+        """The attempt's worker sent it, or is lost: what that says against the request counts now, and not when its client
+        reads on, as the worker may be back before that."""
+        if isinstance(event, Lost):
+            self.setbacks.blame_for(event, self.attempt)
+        self.events.put(event)
+
     def replay(self) -> None:
         """Begin the next attempt; what the old one still sends has an older number and is dropped."""
         self.attempt += 1

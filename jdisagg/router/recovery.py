@@ -73,7 +73,6 @@ class Replays:
         passes_on = is_full and flight.is_untouched  # nothing was lost, and a busy fleet refuses many: overload, not recovery
         level = logging.DEBUG if passes_on else logging.INFO if is_full else logging.WARNING
         told = (flight.request.request_id, stage, where, lost.error.message)
-        flight.setbacks.blame_for(lost, flight.attempt)
         flight.setbacks.add(lost, worker, now_s, is_full=passes_on, alone=alone)
         try:
             self._check(flight, lost, num_live=num_live, now_s=now_s)

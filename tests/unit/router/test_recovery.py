@@ -38,11 +38,11 @@ class Rig:
     def die(self, number: int, reason: str = "connection reset", *, alone: bool = False) -> float:
         """That worker went down under it."""
         lost = Lost(HandoffLost(f"d{number} was lost"), death=True, worker=(f"d{number}", "epoch"), reason=reason)
-        self.flight.setbacks.blame_for(lost, self.flight.attempt)
         return self._next(lost, alone, 0.0)
 
     def _next(self, lost: Lost, alone: bool, now_s: float) -> float:
         before = self.flight.attempt
+        self.flight.hear(lost)
         pause_s = self.replays.next_attempt(self.flight, lost, worker="d", alone=alone, num_live=self.num_live, now_s=now_s)
         assert self.flight.attempt == before + 1
         return pause_s
