@@ -31,6 +31,7 @@ from jdisagg.core.errors import (
     Unauthenticated,
     Unavailable,
 )
+from jdisagg.core.fleet import MAX_PREFILL_PEERS
 from jdisagg.core.requests import (
     EngineRequest,
     FinishReason,
@@ -116,6 +117,7 @@ def encode_error(error: RequestError) -> common_pb2.RequestFailure:
         retry_after_ms=round(retry_after_s * 1000),
         numerical=isinstance(error, NumericalError),
         deadly=isinstance(error, Deadly),
+        num_down=error.num_down if isinstance(error, Deadly) else 0,
     )
 
 
@@ -127,7 +129,7 @@ def decode_error(message: common_pb2.RequestFailure) -> RequestError:
     if message.numerical and name == NumericalError.grpc_status:
         return NumericalError(text)
     if message.deadly and name == Deadly.grpc_status:
-        return Deadly(text)
+        return Deadly(text, num_down=message.num_down or MAX_PREFILL_PEERS)
     return _ERROR_BY_NAME.get(name, RequestError)(text, field=told(message.field) or None)
 
 

@@ -148,7 +148,11 @@ class HandoffLost(RequestError):
 
 
 class Deadly(HandoffLost):
-    """As many prefill workers as one asks went down with it: it may be what they died of."""
+    """All prefill workers there are, or as many as one asks, went down with it: it may be what they died of."""
+
+    def __init__(self, message: str, *, num_down: int) -> None:
+        super().__init__(message)
+        self.num_down = num_down
 
 
 class Quarantined(HandoffLost):

@@ -70,7 +70,7 @@ class Inbound:
     def ended(self, stream: InboundStream, message: StreamEnded) -> None:
         """`stream` is over."""
         if message.is_death:
-            self.ladder.went_down(stream.peer)
+            self.ladder.went_down(stream.peer, silently=message.reason == "heartbeat")
 
     def stream_of(self, handoff: HandoffId) -> InboundStream | None:
         """The stream, if it is this one's: the current or the doubted one."""
@@ -244,8 +244,9 @@ class Inbound:
         others = ", ".join(other for other in self.ladder.peers if other != peer)
         tried = f"; {others} tried before" if others else ""
         text = f"request {request_id}: hand-off lost at stage {stage_of(stream)}{last}: {cause}{tried}"
-        if self.ladder.is_deadly:
-            return Deadly(f"{text}; they may have died of it; {advice}")
+        if num_down := self.ladder.num_deaths:
+            who = "they" if num_down > 1 else "the worker"
+            return Deadly(f"{text}; {who} may have died of it; {advice}", num_down=num_down)
         return HandoffLost(f"{text}; {advice}")
 
     def outgrown(self, verdict: RequestError) -> HandoffLost:

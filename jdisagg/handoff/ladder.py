@@ -48,7 +48,7 @@ class Ladder:
         self._peers_now = peers_now
         self._num_failures: dict[str, int] = {}
         self._unfit: dict[str, RequestError] = {}
-        self._went_down: set[str] = set()
+        self._went_down: dict[str, bool] = {}  # whether no more is known of it than that it is silent
         self._busy: dict[str, str] = {}  # why
         self._pause_s = FIRST_PAUSE_S
 
@@ -58,9 +58,9 @@ class Ladder:
         if error is not None and is_unfit(error):
             self._unfit[peer] = error
 
-    def went_down(self, peer: str) -> None:
-        """`peer` did, and it had taken the request."""
-        self._went_down.add(peer)
+    def went_down(self, peer: str, *, silently: bool) -> None:
+        """`peer` did, and it had taken the request; `silently`: or it, or the way to it, stands still."""
+        self._went_down[peer] = silently
 
     def busy(self, peer: str, why: str) -> None:
         """`peer` has no room now; `why`: "full", say."""
@@ -118,10 +118,13 @@ class Ladder:
         return len(self._num_failures) - len(self._unfit) >= MAX_PREFILL_PEERS
 
     @property
-    def is_deadly(self) -> bool:
-        """Whether so many have gone down with the request, one after the other, that it may be what they died of. Those that
-        were not reached, or whose KV did not come, say nothing about it."""
-        return len(self._went_down) >= MAX_PREFILL_PEERS
+    def num_deaths(self) -> int:
+        """How many have gone down with the request, one after the other, if it may be what they died of: as many as a router
+        names, or all there are, none of them silently; else 0. Those that were not reached, or whose KV did not come, say
+        nothing about it."""
+        num_down = len(self._went_down)
+        are_all = self._went_down.keys() >= set(self.peers) and not any(self._went_down.values())
+        return num_down if are_all or num_down >= MAX_PREFILL_PEERS else 0
 
     @property
     def verdict(self) -> RequestError | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from jdisagg.api.worker.client import CLOSED, SILENT
 from jdisagg.core.errors import Deadly, HandoffLost, Overloaded, RequestError
-from jdisagg.core.fleet import MAX_PREFILL_PEERS, Key
+from jdisagg.core.fleet import Key
 from jdisagg.router.entry import Entry
 from jdisagg.router.worker_news import EVICTED
 
@@ -16,8 +16,8 @@ MOST_ASKED = 32  # full workers, one behind the other, of a fleet that has more
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The attempt is over without an end. `death`: its worker, or several prefill workers, went down, as opposed to giving the
-    request back."""
+    """The attempt is over without an end. `death`: its worker, or all prefill workers it asked, went down, as opposed to giving
+    the request back."""
 
     error: RequestError
     death: bool
@@ -39,7 +39,7 @@ class Lost:
     @property
     def num_down(self) -> int:
         """Workers that went down, at least."""
-        return MAX_PREFILL_PEERS if isinstance(self.error, Deadly) else int(self.death)
+        return self.error.num_down if isinstance(self.error, Deadly) else int(self.death)
 
 
 class Setbacks:
@@ -48,7 +48,7 @@ class Setbacks:
     def __init__(self) -> None:
         self.tried: frozenset[str] = frozenset()  # addresses that failed it
         # each attempt that was lost counts in one of three:
-        self.deaths = 0  # of workers; of prefill workers there are several in one
+        self.deaths = 0  # of workers; of prefill workers there may be several in one
         self._num_full = 0  # it was given back by one that did nothing for it, until all have been asked
         self.refusals = 0  # it was given back
         self.replays = 0  # but for what full workers passed on, which had nothing of it

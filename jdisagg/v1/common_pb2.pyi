@@ -103,20 +103,22 @@ class TokenLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ..., absent: _Optional[bool] = ...) -> None: ...
 
 class RequestFailure(_message.Message):
-    __slots__ = ("code", "message", "field", "retry_after_ms", "numerical", "deadly")
+    __slots__ = ("code", "message", "field", "retry_after_ms", "numerical", "deadly", "num_down")
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     FIELD_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
     NUMERICAL_FIELD_NUMBER: _ClassVar[int]
     DEADLY_FIELD_NUMBER: _ClassVar[int]
+    NUM_DOWN_FIELD_NUMBER: _ClassVar[int]
     code: int
     message: str
     field: str
     retry_after_ms: int
     numerical: bool
     deadly: bool
-    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., retry_after_ms: _Optional[int] = ..., numerical: _Optional[bool] = ..., deadly: _Optional[bool] = ...) -> None: ...
+    num_down: int
+    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., retry_after_ms: _Optional[int] = ..., numerical: _Optional[bool] = ..., deadly: _Optional[bool] = ..., num_down: _Optional[int] = ...) -> None: ...
 
 class Provenance(_message.Message):
     __slots__ = ("prefill_worker", "decode_worker", "prefilled_tokens", "transferred_tokens", "transferred_pages", "transferred_bytes", "recoveries", "borrowed_tokens", "borrowed_bytes")

@@ -112,10 +112,12 @@ def test_a_piece_that_fails_is_asked_for_again_by_a_side_that_knows_no_groups() 
 
 
 def test_a_router_that_cannot_know_what_took_prefill_workers_down_hears_of_a_lost_hand_off() -> None:
-    wire = encode_error(Deadly("they may have died of it"))
+    wire = encode_error(Deadly("they may have died of it", num_down=4))
     heard = decode_error(OLD["first"].relay(wire))
     assert (type(heard), heard.message) == (HandoffLost, "they may have died of it")
     assert type(decode_error(wire)) is Deadly
+    wire.ClearField("num_down")  # by a worker that knows of four alone
+    assert vars(decode_error(wire))["num_down"] == 4
 
 
 def test_what_an_old_prefill_worker_never_says_is_said_once_for_it() -> None:

@@ -33,7 +33,7 @@ from tests.unit.wire.rig import until
         (HandoffLost("every rung failed"), 502, (None, None)),
         (NumericalError("NaN logits"), 500, (None, None)),
         (DeadlineExceeded("late"), 504, ("false", None)),
-        (Deadly("four prefill workers went down with it"), 502, ("false", None)),
+        (Deadly("four prefill workers went down with it", num_down=4), 502, ("false", None)),
         (Quarantined("in flight when 2 workers went down"), 502, ("false", None)),
     ],
 )

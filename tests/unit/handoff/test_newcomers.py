@@ -112,7 +112,8 @@ def test_a_request_that_ends_whoever_computes_it_does_not_go_through_the_whole_f
 
 
 DIED = StreamEnded(reason="dead", is_death=True)
-DOWN = (DIED, StreamEnded(reason="heartbeat", is_death=True))
+SILENT = StreamEnded(reason="heartbeat", is_death=True)
+DOWN = (DIED, SILENT)
 UNREADABLE = StreamEnded(reason="unreadable", error=HandoffLost("a message of prefill peer p cannot be read"))
 UNREACHED = (StreamEnded(reason="unreachable"), StreamEnded(reason="dead", error=Unavailable("no connection")))
 
@@ -132,11 +133,36 @@ def lost(*ends: PrefillToDecode, config: TransferConfig = NEVER) -> Sequence[act
 def test_with_as_many_as_one_asks_going_down_the_request_is_said_to_be_what_they_may_have_died_of() -> None:
     error = only(act.Fail, lost(*DOWN, *DOWN)).error
     assert isinstance(error, Deadly)
+    assert error.num_down == MAX_PREFILL_PEERS
     assert error.message == (
         "request r: hand-off lost at stage accepted with p3: heartbeat; p0, p1, p2 tried before; they may have died of it; "
         "--local-prefill never forbids computing it here"
     )
     assert only(act.ComputeLocally, lost(*DOWN, *DOWN, config=CONFIG)), "where D may, it does"
+
+
+@pytest.mark.parametrize("num_peers", [2, 3])
+def test_with_all_that_there_are_going_down_it_is_said_so_too_unless_they_may_just_stand_still(num_peers: int) -> None:
+    error = only(act.Fail, lost(*num_peers * [DIED])).error
+    assert isinstance(error, Deadly)
+    assert error.num_down == num_peers
+    for other in (SILENT, *UNREACHED, UNREADABLE, StreamEnded(reason="closed")):
+        assert type(only(act.Fail, lost(other, *(num_peers - 1) * [DIED])).error) is HandoffLost
+
+
+@pytest.mark.parametrize(
+    ("end", "kind", "what"), [(DIED, Deadly, "the worker may have died of it"), (SILENT, HandoffLost, "never")]
+)
+def test_the_only_one_that_went_down_is_asked_once_more_and_then_the_request_may_be_what_it_died_of(
+    end: StreamEnded, kind: type[HandoffLost], what: str
+) -> None:
+    side, _ = begun("p")
+    side.on_message(H, Accepted(cached_tokens=0), 0.0)
+    assert none_of(act.Fail, side.on_message(H, end, 0.0))
+    assert only(act.OpenStream, side.tick(0.1)).peer == "p"
+    error = only(act.Fail, side.on_message(H2, UNREACHED[0], 0.1)).error
+    assert type(error) is kind
+    assert what in error.message
 
 
 @pytest.mark.parametrize("other", [*UNREACHED, UNREADABLE, StreamEnded(reason="closed"), Accepted(cached_tokens=0)])

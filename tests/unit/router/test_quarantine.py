@@ -73,7 +73,7 @@ def test_who_takes_down_prefill_workers_is_stopped_at_the_second_decode_worker_t
         router = await Router().start()
         workers = await fleet(*(FakeWorker((router.address,)) for _ in range(4)), router=router)
         for worker in workers:
-            worker.engine.refuse = Deadly("p1 to p4 are gone; they may have died of it")
+            worker.engine.refuse = Deadly("p1 to p4 are gone; they may have died of it", num_down=4)
         outputs: list[Output] = []
         await collect(router, ask("r1"), outputs)
         assert isinstance(outputs[-1].error, Quarantined)

@@ -171,17 +171,24 @@ def test_a_request_that_a_dead_worker_had_accepted_is_not_sent_away_by_full_ones
 
 def test_prefill_workers_that_go_down_in_two_attempts_are_two_deaths() -> None:
     rig = Rig()
-    assert rig.lose(Deadly("p1 to p4 are gone"), alone=True) == 0.0
+    assert rig.lose(Deadly("p1 to p4 are gone", num_down=4), alone=True) == 0.0
     assert rig.replays.num_quarantined(0.0) == 0
     for _ in range(3):
         rig.lose(HandoffLost("every rung failed"))
     with pytest.raises(Quarantined, match=r"in flight when 8 workers went down \(last: p5 to p8 are gone\)"):
-        rig.lose(Deadly("p5 to p8 are gone"))
+        rig.lose(Deadly("p5 to p8 are gone", num_down=4))
     assert rig.replays.num_quarantined(0.0) == 2, "its id and its prompt"
     other = Rig()
     other.die(1)
     with pytest.raises(Quarantined, match="in flight when 5 workers went down"):
-        other.lose(Deadly("p1 to p4 are gone"))
+        other.lose(Deadly("p1 to p4 are gone", num_down=4))
+
+
+def test_the_only_prefill_worker_going_down_in_two_attempts_is_two_deaths() -> None:
+    rig = Rig()
+    rig.lose(Deadly("p1 is gone", num_down=1), alone=True)
+    with pytest.raises(Quarantined, match="in flight when 2 workers went down"):
+        rig.lose(Deadly("p1 is gone again", num_down=1), alone=True)
 
 
 def test_four_silences_are_two_deaths() -> None:

@@ -53,7 +53,7 @@ def test_a_worker_that_closed_its_stream_and_one_that_gave_the_request_back_spea
 def test_prefill_workers_that_went_down_with_a_request_are_one_death_an_attempt_whoever_told_of_them_and_comes_back() -> None:
     setbacks, entry = Setbacks(), Entry(MEMBER, 0.0)
     for attempt in (1, 1, 2):
-        setbacks.blame_for(Lost.told(Deadly("they may have died of it")), attempt)
+        setbacks.blame_for(Lost.told(Deadly("they may have died of it", num_down=4)), attempt)
     setbacks.blame_for(Lost.of(entry, "reset"), 2)
     setbacks.is_back(entry.key)
     assert setbacks.blame == 2.0

@@ -197,7 +197,7 @@ def test_messages_to_decode_round_trip(message):
         errors.DeadlineExceeded("late"),
         errors.Cancelled("gone"),
         errors.HandoffLost("every rung failed"),
-        errors.Deadly("every rung failed; they may have died of it"),
+        errors.Deadly("every rung failed; they may have died of it", num_down=4),
     ],
     ids=lambda error: type(error).__name__,
 )
