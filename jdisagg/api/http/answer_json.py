@@ -14,7 +14,7 @@ from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import Job
 
 _LEVELS = 5  # of answer, choices, choice, logprobs, tokens; below lies one token
-_LONG_IDS = 16_384  # of tokens: two milliseconds to write
+LONG_IDS = 16_384  # of tokens: two milliseconds to write
 _SLICE = 4096  # of a list of them, at once
 _HOLE = "\0"  # what the text is while the rest is written; in JSON no other value looks like it
 _WRITTEN_HOLE = encode_basestring(_HOLE)
@@ -34,7 +34,7 @@ async def whole_response(edge: Edge, job: Job, whole: Callable[[Transcript], dic
 def _has_many_ids(job: Job, transcript: Transcript) -> bool:
     """As `has_many_scores`. In chat a prompt is shown once, but as many beside the event loop cost nothing."""
     num_prompt = sum(len(request.prompt_token_ids) for request in job.requests)
-    return num_prompt + sum(len(choice.token_ids) for choice in transcript.choices) > _LONG_IDS
+    return num_prompt + sum(len(choice.token_ids) for choice in transcript.choices) > LONG_IDS
 
 
 def long_json(answer: dict[str, Any]) -> bytes:

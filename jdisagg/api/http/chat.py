@@ -15,7 +15,7 @@ from starlette.responses import Response
 from jdisagg.api.generation.choice import Delta, ScoredToken, Transcript
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import Job, TextRequest
-from jdisagg.api.http.answer_json import PlainChunks, whole_response
+from jdisagg.api.http.answer_json import LONG_IDS, PlainChunks, long_event, whole_response
 from jdisagg.api.http.body import Body, read_body
 from jdisagg.api.http.calls import MessageReader, TextReader, read_offer, reader_of
 from jdisagg.api.http.connection import Event, open_stream, while_connected
@@ -145,7 +145,9 @@ class _Answer:
             async for delta in deltas:
                 transcript.add(delta)
                 if delta.index not in opened:
-                    yield self._options.with_usage(self._first_chunk(delta, shows_prompt=not opened), transcript)
+                    first = self._options.with_usage(self._first_chunk(delta, shows_prompt=not opened), transcript)
+                    is_long = len(first.get("prompt_token_ids", ())) > LONG_IDS
+                    yield await self._edge.beside(partial(long_event, first)) if is_long else first
                     opened.add(delta.index)
                 shows_tokens = self._options.return_token_ids and delta.token_ids
                 if plain is not None and (chunk := plain.chunk(delta, delta.fingerprint)) is not None:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from jdisagg.api.generation.choice import ChoiceResult, Delta, Transcript, has_many_scores
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import DEFAULT_MAX_TOKENS, Job, TextRequest
-from jdisagg.api.http.answer_json import PlainChunks, long_event, whole_response
+from jdisagg.api.http.answer_json import LONG_IDS, PlainChunks, long_event, whole_response
 from jdisagg.api.http.body import Body, read_body
 from jdisagg.api.http.connection import Event, open_stream, while_connected
 from jdisagg.api.http.parameters import (
@@ -104,18 +104,21 @@ class _Answer:
                 transcript.add(delta)
                 if plain is not None and (chunk := plain.chunk(delta, transcript.fingerprint)) is not None:
                     yield chunk
-                elif has_many_scores([delta]):
+                elif self._is_long(delta):
                     yield await self._edge.beside(lambda delta=delta: long_event(self._event(delta, transcript)))
-                elif event := self._chunk(delta, transcript):
-                    yield event
+                elif self._is_shown(delta):
+                    yield self._event(delta, transcript)
         if self._options.include_usage:
             yield self._options.with_totals(self._envelope([], transcript.fingerprint), transcript)
 
-    def _chunk(self, delta: Delta, transcript: Transcript) -> dict[str, Any] | None:
+    def _is_shown(self, delta: Delta) -> bool:
         shows_tokens = self._options.return_token_ids and delta.token_ids
-        if not (delta.text or delta.logprobs or delta.prompt_logprobs or shows_tokens or delta.finish):
-            return None
-        return self._event(delta, transcript)
+        return bool(delta.text or delta.logprobs or delta.prompt_logprobs or shows_tokens or delta.finish)
+
+    def _is_long(self, delta: Delta) -> bool:
+        shows_prompt = self._options.return_token_ids and delta.index not in self._begun and self._is_shown(delta)
+        shows_many = shows_prompt and len(self._job.requests[delta.index].prompt_token_ids) > LONG_IDS
+        return shows_many or has_many_scores([delta])
 
     def _event(self, delta: Delta, transcript: Transcript) -> dict[str, Any]:
         choice = self._choice(delta, shows_prompt=delta.index not in self._begun)

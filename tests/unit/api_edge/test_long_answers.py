@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from types import ModuleType
 from typing import Any, get_args
 
 import httpx
@@ -12,7 +13,7 @@ import pytest
 from starlette.responses import JSONResponse
 
 from jdisagg.api.generation.choice import LONG_POSITIONS, Delta, Kept, Transcript
-from jdisagg.api.http import answer_json
+from jdisagg.api.http import answer_json, chat, completions
 from jdisagg.core.requests import TokenLogprob
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, run, serving
@@ -84,6 +85,41 @@ def test_an_answer_with_many_token_ids_is_written_beside_the_loop(
                 if "return_token_ids" not in fields:
                     assert [tuple(one["prompt_token_ids"]) for one in shown] == prompts[: len(shown)]
                     assert all(len(choice["token_ids"]) == 2 for choice in answer["choices"])
+
+    run(check())
+
+
+@pytest.mark.parametrize("module", [completions, chat])
+def test_a_chunk_with_a_long_prompt_s_token_ids_is_written_beside_the_loop(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, module: ModuleType
+) -> None:
+    writers = list[str]()
+
+    def noted(event: dict[str, Any]) -> bytes:
+        writers.append(threading.current_thread().name)
+        content = answer_json.long_event(event)
+        assert content == answer_json.encode_event(event)
+        return content
+
+    monkeypatch.setattr(module, "long_event", noted)
+
+    async def check() -> None:
+        engine = FakeEngine(tokenizer, "fox", max_model_len=100_000)
+        async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            for length, num_long in ((answer_json.LONG_IDS + 1, 2 if module is completions else 1), (100, 0)):
+                writers.clear()
+                asked: dict[str, Any] = {"max_tokens": 3, "n": 2, "stream": True, "return_token_ids": True}
+                if module is chat:
+                    path, asked["messages"] = "/v1/chat/completions", [{"role": "user", "content": length * "\u00e9"}]
+                else:
+                    path, asked["prompt"] = "/v1/completions", length * [3]
+                lines = (await http.post(path, json=asked)).text.split("\n\n")
+                chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+                shown = [part for chunk in chunks for part in (chunk, *chunk["choices"]) if part.get("prompt_token_ids")]
+                prompt = list(engine.requests[-1].prompt_token_ids)
+                assert [part["prompt_token_ids"] for part in shown] == (1 if module is chat else 2) * [prompt]
+                assert len(writers) == num_long
+                assert threading.current_thread().name not in writers
 
     run(check())
 
