@@ -18,6 +18,7 @@ from jdisagg.api.generation.scores import check_prompt_scores, most_answer_token
 from jdisagg.core.errors import InvalidRequest, ModelNotFound
 from jdisagg.core.fleet import ModelCard
 from jdisagg.core.requests import EngineRequest, Grammar, SamplingParams
+from jdisagg.text.bad_words import without
 from jdisagg.text.stops import Stop
 from jdisagg.text.tokenizer import Tokenizer
 
@@ -28,6 +29,9 @@ MAX_CACHE_SALT = 1024  # characters: every choice of every prompt carries them, 
 MAX_SEQUENCES = 1024  # prompts times choices of one client request
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters
+BAD_WORDS = "bad_words"
+MAX_BAD_WORDS = 100
+MAX_BAD_LENGTH = 128  # characters: longer ones that repeat themselves have too many states to be kept out to the end
 
 
 def most_tokens(given: int | None) -> float | None:
@@ -43,6 +47,7 @@ class Conversion:
     add_special_tokens: bool = True  # BOS / EOS around text prompts
     skip_special_tokens: bool = True  # in the text that is returned
     shown: tuple[str, ...] = ()  # special tokens that are not skipped
+    bad_words: tuple[str, ...] = ()  # that the text does not hold; then there is no other grammar
     shows_stop: bool = False  # the text ends with what ended it, a stop string or the text of a token, and not before that
 
 
@@ -108,6 +113,9 @@ async def admit(
     """Check everything and build the engine requests. Raises InvalidRequest, ModelNotFound or Overloaded."""
     check_model(request.model, card)
     _check_counts(request)
+    if bad_words := request.conversion.bad_words:
+        grammar = without(bad_words, (i for i in tokenizer.special_ids if i < card.vocab_size))
+        request = replace(request, sampling=replace(request.sampling, grammar=grammar))
     check_sampling(request.sampling, card)
     for prompt in request.prompts:
         is_cut = request.conversion.most_prompt_tokens is not None
@@ -193,6 +201,11 @@ def _check_counts(request: TextRequest) -> None:
     for length in map(len, request.stop):
         if not 0 < length <= MAX_STOP_LENGTH:
             raise invalid("stop", f"strings must have 1 to {MAX_STOP_LENGTH} characters", length)
+    if (num_words := len(request.conversion.bad_words)) > MAX_BAD_WORDS:
+        raise invalid(BAD_WORDS, f"may hold at most {MAX_BAD_WORDS} strings", num_words)
+    for length in map(len, request.conversion.bad_words):
+        if not 0 < length <= MAX_BAD_LENGTH:
+            raise invalid(BAD_WORDS, f"strings must have 1 to {MAX_BAD_LENGTH} characters", length)
     if request.max_tokens is not None:
         check_range("max_tokens", request.max_tokens, 0, 2**31 - 1)
         if request.max_tokens == 0 and not request.echo:

@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from jdisagg.api.generation.intake import MAX_CACHE_SALT, MAX_N, MAX_SEQUENCES, MAX_STOP_LENGTH, MAX_STOP_STRINGS
+from jdisagg.api.generation.intake import (
+    MAX_BAD_LENGTH,
+    MAX_BAD_WORDS,
+    MAX_CACHE_SALT,
+    MAX_N,
+    MAX_SEQUENCES,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+)
 from jdisagg.api.generation.sampling_bounds import MAX_GRAMMAR_BYTES, MAX_LOGIT_BIAS, NUMBERS
 from jdisagg.api.http.grammars import MAX_ALLOWED, MAX_CHOICES
 from jdisagg.api.http.messages import EFFORTS
@@ -18,6 +26,7 @@ from jdisagg.core.requests import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 _INTEGER, _STRING, _BOOLEAN = ({"type": kind} for kind in ("integer", "string", "boolean"))
 _INT32_MAX = 2**31 - 1
 _STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
+_BAD_WORD = {"type": "string", "minLength": 1, "maxLength": MAX_BAD_LENGTH}
 _REQUEST_ID = {"type": "string", "minLength": 1, "maxLength": MAX_NAME, "pattern": "^[!-~]*$"}
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _NO_CONTENT = {"properties": {"role": {"enum": ["assistant", "tool"]}}}
@@ -96,6 +105,10 @@ _SHARED: dict[str, Any] = {
     "json_schema": _JSON_SCHEMA,
     "regex": _GRAMMAR,
     "allowed_token_ids": _TOKEN_IDS | {"maxItems": MAX_ALLOWED},
+    "bad_words": {
+        "oneOf": [_BAD_WORD, {"type": "array", "items": _BAD_WORD, "maxItems": MAX_BAD_WORDS}],
+        "description": "texts that are no part of the answer's",
+    },
 }
 _NAMED = {"type": "object", "properties": {"name": _STRING | {"minLength": 1}}, "required": ["name"]}
 _TOOL = {"type": "object", "properties": {"function": _NAMED}, "required": ["function"]}

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from jdisagg.api.generation.choice import Transcript
 from jdisagg.api.generation.context_length import Prompt
 from jdisagg.api.generation.edge import Edge
-from jdisagg.api.generation.intake import Conversion, Job, TextRequest, most_tokens
+from jdisagg.api.generation.intake import BAD_WORDS, Conversion, Job, TextRequest, most_tokens
 from jdisagg.api.generation.sampling_bounds import NUMBERS, check_logit_bias
 from jdisagg.api.http.body import Body, wrong_type
 from jdisagg.api.http.connection import while_connected
@@ -104,12 +104,24 @@ def read_request(
             most_prompt_tokens=most_tokens(body.integer("truncate_prompt_tokens")),
             add_special_tokens=body.boolean("add_special_tokens", add_special_tokens),
             skip_special_tokens=body.boolean("skip_special_tokens", True),
+            bad_words=_bad_words(body, sampling),
             shows_stop=body.boolean("include_stop_str_in_output"),
         ),
         priority=body.integer("priority") or 0,
         cache_salt=body.text("cache_salt") or "",
         timeout_s=timeout_s,
     )
+
+
+def _bad_words(body: Body, sampling: SamplingParams) -> tuple[str, ...]:
+    """vLLM's `bad_words`, which is a grammar, too."""
+    words = body.texts(BAD_WORDS)
+    if words and sampling.grammar is not None:
+        told = f"{BAD_WORDS}: {body.names[GRAMMAR]} says already what the answer has to be; leave out one of the two"
+        raise InvalidRequest(told, field=BAD_WORDS)
+    if words:
+        body.names[GRAMMAR] = BAD_WORDS
+    return words
 
 
 def _max_tokens(body: Body) -> int | None:

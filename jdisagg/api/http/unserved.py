@@ -34,12 +34,12 @@ _EVERYWHERE = (
         ("guided_whitespace_pattern",), 'is not served; write it into the schema, as "x-guidance": {"whitespace_pattern": ..}'
     ),
     Unserved(
-        ("bad_words", "logits_processors", "custom_logit_processor", "vllm_xargs"),
-        "tokens are forbidden by logit_bias, and allowed by allowed_token_ids, only; use these or leave it out",
+        ("logits_processors", "custom_logit_processor", "vllm_xargs"),
+        "tokens are forbidden by logit_bias and bad_words, and allowed by allowed_token_ids, only; use these or leave it out",
     ),
     Unserved(
         ("suppress_tokens", "bad_words_ids", "banned_tokens", "banned_strings", "custom_token_bans"),
-        "tokens are forbidden by logit_bias alone; use that or leave it out",
+        "tokens are forbidden by logit_bias, and texts by bad_words, alone; use these or leave it out",
     ),
     Unserved(("use_beam_search",), "beam search is not served; leave it out, or take the best of n choices by their logprobs"),
     Unserved(("length_penalty",), "is for beam search, which is not served; leave it out", (*OFF, 1)),

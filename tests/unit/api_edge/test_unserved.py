@@ -18,7 +18,6 @@ REFUSED: list[tuple[str, Any]] = [
     ("grammar", "root ::= 'a'"),
     ("structural_tag", "{}"),
     ("guided_whitespace_pattern", " ?"),
-    ("bad_words", ["fox"]),
     ("logits_processors", ["x.Y"]),
     ("custom_logit_processor", "x"),
     ("use_beam_search", True),
