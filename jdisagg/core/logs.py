@@ -24,8 +24,10 @@ log = logging.getLogger(__name__)
 
 GRPC_SERVER_LOG = "grpc._cython.cygrpc"
 HTTP_SERVER_LOG = "uvicorn.error"
+HTTP_BUG = "Exception in ASGI application\n"  # likewise, of what ended a call, with its stack
 NO_HTTP = "Invalid HTTP request received."  # uvicorn's words, of whoever sent it nothing more is known
 GARBLED_EVERY_S = 10.0
+BUG_EVERY_S, BUG_FIRST = 10.0, 16  # stacks of kilobytes: a bug may end every call
 NO_TEXT = "Invalid encoding on %s"  # gRPC's, of the status of a call; whoever called tells of that
 LEVEL_VARIABLE = "JDISAGG_LOG_LEVEL"
 FORMAT_VARIABLE = "JDISAGG_LOG_FORMAT"
@@ -46,6 +48,7 @@ def setup_logs(role: str, environ: Mapping[str, str] = os.environ) -> None:
     logging.basicConfig(level=level, handlers=[handler], force=True)
     logging.getLogger(GRPC_SERVER_LOG).addFilter(Garbled())
     logging.getLogger(HTTP_SERVER_LOG).addFilter(Garbled())
+    logging.getLogger(HTTP_SERVER_LOG).addFilter(HttpBugs())
     logging.captureWarnings(True)
     for noisy in ("jax", "absl", "orbax", "httpx", "uvicorn", "asyncio"):
         logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
@@ -150,6 +153,21 @@ class Garbled(logging.Filter):
         return False
 
 
+class HttpBugs(logging.Filter):
+    """The stacks of calls over HTTP that bugs end: of many, the first few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seldom = Seldom(BUG_EVERY_S, BUG_FIRST)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """False for such a record; a line is said in its place, or it is counted."""
+        if record.msg != HTTP_BUG or not record.exc_info:
+            return True
+        self._seldom.say(log, logging.ERROR, "a call over HTTP failed", now_s=monotonic(), error=record.exc_info[1])
+        return False
+
+
 class Seldom:
     """Of lines that anybody on the network can cause at will: one in `every_s` seconds is said, or the first few, the others
     are counted. Any thread."""
@@ -163,8 +181,10 @@ class Seldom:
         self._num_kept_back = 0
         self._lock = threading.Lock()
 
-    def say(self, log: logging.Logger, level: int, text: str, *told: object, now_s: float) -> None:
-        """Log it, and how many were kept back since the last one; or keep it back."""
+    def say(
+        self, log: logging.Logger, level: int, text: str, *told: object, now_s: float, error: BaseException | None = None
+    ) -> None:
+        """Log it, with the stack of `error`, and how many were kept back since the last one; or keep it back."""
         with self._lock:
             if now_s >= self._next_s:
                 self._next_s, self._num_said = now_s + self._every_s, 0
@@ -175,7 +195,7 @@ class Seldom:
             kept_back, self._num_kept_back = self._num_kept_back, 0
         if kept_back:
             text, told = f"{text}; %d more since it was last said", (*told, kept_back)
-        log.log(level, text, *told)
+        log.log(level, text, *told, exc_info=error)
 
 
 def _choice(environ: Mapping[str, str], variable: str, choices: Collection[str], default: str) -> str:

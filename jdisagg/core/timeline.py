@@ -41,6 +41,10 @@ class Timeline:
         """It ends with an error."""
         self._end(error.reason, f"{type(error).__name__}: {error.message}", now_s)
 
+    def broken(self, error: Exception, now_s: float) -> None:
+        """A bug of ours ended it; whoever ends its call counts that, as of a bug before an engine has it, or behind."""
+        self.record.ended(repr(error), self._num_tokens, now_s)
+
     def aborted(self, now_s: float) -> None:
         """Its client went away or cancelled; at its deadline that is what the deadline does, over gRPC."""
         if now_s >= self._deadline_s - DEADLINE_SLACK_S:

@@ -141,7 +141,7 @@ class FleetEngine:
             raise
         except Exception as error:  # a bug of ours: no client went away
             flight.finished = True
-            timeline.failed(RequestError(repr(error)), monotonic())
+            timeline.broken(error, monotonic())
             raise
         finally:
             late.cancel()

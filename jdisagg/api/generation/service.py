@@ -6,7 +6,6 @@ Errors end the call with the status of their type; google.rpc details (`grpc-sta
 
 from __future__ import annotations
 
-import logging
 import uuid
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -28,8 +27,6 @@ from jdisagg.core.requests import SamplingParams
 from jdisagg.core.trace import TRACEPARENT, read_traceparent
 from jdisagg.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
-log = logging.getLogger(__name__)
-
 _SAMPLING_FIELDS = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 
 
@@ -45,10 +42,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         try:
             unread = await self._send(request, context)
         except RequestError as error:
-            self._edge.refused(error)
+            self._edge.ends.failed(error)
             refuse(context, error, _path(error.field, request))
-        except Exception:  # a bug of ours: gRPC would end the call with UNKNOWN, and tell the client all about it
-            log.exception("request %s: a call of Generate failed", request.request_id or "without an id")
+        except Exception as error:  # noqa: BLE001  # a bug of ours: gRPC would end the call with UNKNOWN, and tell the client all about it
+            self._edge.ends.failed(error)
+            self._edge.ends.tell("request %s: a call of Generate failed", request.request_id or "without an id", error)
             refuse(context, JdisaggError("internal error; the server's log has the details"))
         else:
             if unread is not None:

@@ -31,8 +31,8 @@ from jdisagg.api.http.request_id import HEADER, RequestIdHeader, logged_request_
 from jdisagg.api.http.tokens import TokenEndpoints
 from jdisagg.api.turns import Turns
 from jdisagg.core.config import ServerConfig
-from jdisagg.core.errors import JdisaggError, RequestError, Unauthenticated
-from jdisagg.core.logs import Seldom
+from jdisagg.core.errors import JdisaggError, Unauthenticated
+from jdisagg.core.logs import BUG_EVERY_S, BUG_FIRST, Seldom
 from jdisagg.core.told import told
 from jdisagg.core.values import keys_of
 
@@ -72,7 +72,7 @@ def make_app(
         Middleware(ForeignPages, allowed_origins=origins),
         *([Middleware(_ApiKeyGuard, api_keys=keys)] if keys else []),
     ]
-    handlers = {JdisaggError: _on_error, HTTPException: _on_http_error, Exception: _on_bug}
+    handlers = {JdisaggError: _on_error, HTTPException: _on_http_error, Exception: _on_bugs()}
     app = Starlette(routes=routes, middleware=layers, exception_handlers=handlers)
     app.router.redirect_slashes = False  # a redirect would go to whatever host the client named
     return app
@@ -107,14 +107,16 @@ def _completion_routes(edge: Edge) -> list[Route]:
 
 
 def _counted(respond: Callable[[Edge, Request], Awaitable[Response]], edge: Edge, turns: Turns) -> Endpoint:
-    """`respond` of `edge`, a few calls at a time, whose refusals count as requests that ended so."""
+    """`respond` of `edge`, a few calls at a time; those that it refuses, or a bug ends, count as requests that ended so."""
 
     async def responding(request: Request) -> Response:
         await turns.wait()
         try:
             return await respond(edge, request)
-        except RequestError as error:
-            edge.refused(error)
+        except HTTPException:  # no request came
+            raise
+        except Exception as error:
+            edge.ends.failed(error)
             raise
 
     return responding
@@ -170,10 +172,16 @@ def _meant(request: Request) -> str:
     return ""
 
 
-async def _on_bug(request: Request, error: Exception) -> Response:
+def _on_bugs() -> Callable[[Request, Exception], Awaitable[Response]]:
     """The server logs the traceback, and not whose it is; the client learns only that it is not its fault."""
-    if BUGS_TOLD not in request.scope:
-        log.error("request %s failed: %r; the stack is logged, too", logged_request_id(request.scope), error)
-    response = plain_error(500, "internal error; the server's log has the details")
-    response.headers.update(shown_request_id(request.scope))  # starlette answers a bug outside of all middleware
-    return response
+    seldom = Seldom(BUG_EVERY_S, BUG_FIRST)
+
+    async def on_bug(request: Request, error: Exception) -> Response:
+        if BUGS_TOLD not in request.scope:
+            text, whose = "request %s failed: %r; the stack is logged, too", logged_request_id(request.scope)
+            seldom.say(log, logging.ERROR, text, whose, error, now_s=monotonic())
+        response = plain_error(500, "internal error; the server's log has the details")
+        response.headers.update(shown_request_id(request.scope))  # starlette answers a bug outside of all middleware
+        return response
+
+    return on_bug

@@ -43,7 +43,7 @@ async def answer_chat(edge: Edge, request: Request) -> Response:
     answer = _Answer(edge, job, options, num_top=num_top, num_prompt_top=num_prompt_top, make_reader=reader_of(body, edge))
     del body, read, text_request  # of megabytes perhaps, and the answer may take minutes
     if options.stream:
-        return await open_stream(request, answer.events())
+        return await open_stream(request, answer.events(), edge.ends)
     whole = whole_response(edge, job, answer.whole, shows_ids=options.return_token_ids)
     return await while_connected(request.receive, whole)
 
@@ -132,7 +132,7 @@ class _Answer:
     def _count(self, index: int) -> None:
         """What became of the tools that were offered, once a choice has ended."""
         if (outcome := self._readers[index].outcome) is not None:
-            self._edge.answered_tools(outcome)
+            self._edge.ends.answered_tools(outcome)
 
     async def events(self) -> AsyncGenerator[Event]:
         """The chunks of a request that streams: the role first, then text, then a finish reason for each choice."""

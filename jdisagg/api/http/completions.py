@@ -49,7 +49,7 @@ async def answer_completion(edge: Edge, request: Request) -> Response:
     )
     del body, text_request  # of megabytes perhaps, and the answer may take minutes
     if options.stream:
-        return await open_stream(request, answer.events())
+        return await open_stream(request, answer.events(), edge.ends)
     whole = whole_response(edge, job, answer.whole, shows_ids=options.return_token_ids)
     return await while_connected(request.receive, whole)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -12,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from jdisagg.api.generation.ends import Ends
 from jdisagg.api.http.answer_json import encode_event
 from jdisagg.api.http.errors import error_object
 from jdisagg.api.http.request_id import logged_request_id
@@ -22,8 +22,6 @@ T = TypeVar("T")
 Event = dict[str, Any] | bytes  # or its JSON
 
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-
-_log = logging.getLogger(__name__)
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
@@ -53,11 +51,12 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: Event, rest: AsyncGenerator[Event]) -> None:
+    def __init__(self, first: Event, rest: AsyncGenerator[Event], ends: Ends) -> None:
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
+        self._ends = ends
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send everything; closes the generator before it returns."""
@@ -69,30 +68,32 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send, request_id: str) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await _send_data(send, _encode(self._first))
         try:
+            await _send_data(send, _encode(self._first))
             async for event in self._rest:
                 await _send_data(send, _encode(event))
         except JdisaggError as error:
             await _send_data(send, _encode(error_object(error)))
         except OSError:
             raise
-        except Exception:  # noqa: BLE001  # a bug of ours: logged, and the client is told that its answer is not whole
-            _log.exception("request %s: its stream failed", request_id)
+        except Exception as error:  # noqa: BLE001  # a bug of ours: the client is told that its answer is not whole
+            self._ends.failed(error)
+            self._ends.tell("request %s: its stream failed", request_id, error)
             await _send_data(send, _encode(error_object(JdisaggError("internal error; the server's log has the details"))))
         else:
             await _send_data(send, b"data: [DONE]\n\n")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def open_stream(request: Request, events: AsyncGenerator[Event]) -> EventStream:
-    """Wait for the first event (or the client's going away) and return the response. Raises what the first event raises."""
+async def open_stream(request: Request, events: AsyncGenerator[Event], ends: Ends) -> EventStream:
+    """Wait for the first event (or the client's going away) and return the response, which tells `ends` of a bug in the others.
+    Raises what the first event raises."""
     try:
         first = await while_connected(request.receive, anext(events))
     except BaseException:
         await events.aclose()
         raise
-    return EventStream(first, events)
+    return EventStream(first, events, ends)
 
 
 async def _send_data(send: Send, data: bytes) -> None:

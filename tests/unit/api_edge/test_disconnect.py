@@ -15,6 +15,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
+from jdisagg.api.generation.ends import Ends
 from jdisagg.api.http import connection, protocol, server
 from jdisagg.api.listening import listen
 from jdisagg.text.tokenizer import Tokenizer
@@ -371,7 +372,7 @@ async def _events(scope: Scope, receive: Receive, send: Send) -> None:
         for _ in range(2**10):
             yield {"text": "x" * 2**14}
 
-    await connection.EventStream({}, rest())(scope, receive, send)
+    await connection.EventStream({}, rest(), Ends(None))(scope, receive, send)
 
 
 def _noting(ends: list[asyncio.Transport], connection_made: Callable[..., None]) -> Callable[..., None]:
