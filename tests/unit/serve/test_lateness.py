@@ -9,7 +9,7 @@ import pytest
 
 from jdisagg.core.metrics import Metrics
 from jdisagg.serve import lateness
-from jdisagg.serve.lateness import observe_lateness
+from jdisagg.serve.lateness import MOST_MISSED, observe_lateness, waits_s
 
 
 def seen(metrics: Metrics, name: str, **labels: str) -> float:
@@ -33,5 +33,19 @@ def test_a_loop_that_is_held_up_is_seen_to_be_late_by_no_more_than_that(engine: 
 
     began_s = time.monotonic()
     metrics = asyncio.run(body())
-    assert 0.25 < seen(metrics, "sum") < time.monotonic() - began_s
+    assert seen(metrics, "sum") > 0.25
+    assert seen(metrics, "count") <= (time.monotonic() - began_s) / 0.01 + 1, "no more looks than were due"
+    assert seen(metrics, "count") - seen(metrics, "bucket", le="0.1") >= 19, "of one stall, each look that was due"
     assert seen(metrics, "bucket", le="0.1") >= 1, "before, it was not late"
+
+
+@pytest.mark.parametrize(
+    ("late_s", "waits"),
+    [(-0.01, [0.0]), (0.0, [0.0]), (0.03, [0.03]), (0.13, [0.13, 0.03]), (0.45, [0.45, 0.35, 0.25, 0.15, 0.05])],
+)
+def test_what_is_due_in_a_stall_waits_until_its_end(late_s: float, waits: list[float]) -> None:
+    assert list(waits_s(late_s)) == pytest.approx(waits)
+
+
+def test_a_process_that_stood_still_for_hours_does_not_count_for_as_long() -> None:
+    assert len(list(waits_s(7200.0))) == MOST_MISSED
