@@ -44,6 +44,7 @@ DAMAGE = ("checksum", "truncated")
 _RUNGS = ("refetch", "other_backend", "reconnect", "other_prefill", "local_prefill")
 _HEDGE_OUTCOMES = ("moved", "returned", "refused", "abandoned")
 _RUNGS_OF_ROUTERS = ("replay",)
+PORTS = (HTTP_PORT,) = ("http",)  # whose connections that find no room are counted
 CALL_OUTCOMES = CALLED, CUT, TEXT, UNREAD, FORCED = ("called", "cut", "text", "unread", "forced")
 GRAMMAR_OUTCOMES = COMPILED, REFUSED, ENDLESS = ("compiled", "refused", "endless")
 # fed by a process without an engine, too; the others would be 0 there for ever
@@ -52,6 +53,7 @@ _WITHOUT_ENGINE = frozenset(
     ready workers workers_draining workers_unlike workers_lost worker_states build_info time_to_first_token_seconds
     inter_token_latency_seconds request_decode_seconds generated_tokens requests_finished recoveries replays_refused
     requests_quarantined request_seconds requests prompt_tokens grammars tool_answers event_loop_late_seconds
+    connections_refused
     """.split()
 )
 
@@ -253,6 +255,11 @@ class Metrics:
             "How late the event loop does what is due, looked at ten times a second.",
             _LATE_BUCKETS_S,
         )
+        self.connections_refused = new.counter(
+            "connections_refused", "Connections that found those of their port all taken.", "port"
+        )
+        for port in PORTS:
+            self.connections_refused.labels(port=port)
         self._build_info = new.gauge("build_info", "Constant 1; the labels name the build.", *_BUILD_LABELS)
 
     def set_build(self, *, role: str, model: str, version: str) -> None:

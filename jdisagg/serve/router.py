@@ -26,7 +26,7 @@ from jdisagg.api.tasks import cancel_and_wait
 from jdisagg.core.config import Config
 from jdisagg.core.drill import drill_of
 from jdisagg.core.errors import Unavailable
-from jdisagg.core.metrics import Metrics
+from jdisagg.core.metrics import HTTP_PORT, Metrics
 from jdisagg.models.resolve import eos_token_ids, resolve_model
 from jdisagg.router.entrance import Entrance
 from jdisagg.router.fleet_engine import FleetEngine
@@ -91,7 +91,7 @@ async def serve(config: Config, process: Process) -> int:
     admin = AdminService(drain=drain, stats=engine.debug_state, reset_prefix_cache=None)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
     front.serve(make_app(edge, engine, partial(_shown, metrics, engine, name_build), config.server))
-    http = HttpServer(front, listener)
+    http = HttpServer(front, listener, on_refused=metrics.connections_refused.labels(port=HTTP_PORT).inc)
     process.dump_with(engine.debug_state)
     await server.start()
     await http.start()

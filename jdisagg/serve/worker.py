@@ -20,7 +20,7 @@ from jdisagg.api.tasks import cancel_and_wait
 from jdisagg.core.config import Config
 from jdisagg.core.drill import HOOKS_VARIABLE
 from jdisagg.core.errors import ConfigError, NumericalError, SelfTestFailed, Unavailable
-from jdisagg.core.metrics import Metrics
+from jdisagg.core.metrics import HTTP_PORT, Metrics
 from jdisagg.models.resolve import resolve_model
 from jdisagg.roles.engine_thread import EngineThread
 from jdisagg.roles.self_test import self_test
@@ -45,10 +45,10 @@ async def serve(config: Config, process: Process) -> int:
     credentials = Credentials(api_key=config.server.api_key, client_api_key=config.server.client_api_key)
     grpc_server = make_server(credentials)
     address = bind(grpc_server, config.server.host, config.server.grpc_port)
-    front = StagedApp()
-    http = HttpServer(front, listen(config.server.host, config.server.port))
+    front, metrics = StagedApp(), Metrics()
+    refused = metrics.connections_refused.labels(port=HTTP_PORT)
+    http = HttpServer(front, listen(config.server.host, config.server.port), on_refused=refused.inc)
     await http.start()
-    metrics = Metrics()
     public = advertised(address, config.server.advertise_host, config.server.advertise_port)
     worker = f"pid {os.getpid()} @ {public}"
     directory = resolve_model(config.model.model, weights=False)  # `load_model` fetches them

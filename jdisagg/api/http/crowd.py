@@ -7,10 +7,12 @@ not restarted for that by its liveness probe.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
 from time import monotonic
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jdisagg.api.http.errors import error_response
@@ -39,7 +41,9 @@ class Room(Enum):
 class Crowd:
     """Of one server. Lives on its event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_refused: Callable[[], object] = lambda: None) -> None:
+        """`on_refused`: called for each connection that is."""
+        self._on_refused = on_refused
         self._seldom = Seldom(TOLD_EVERY_S)
 
     def room(self, num_open: int) -> Room:
@@ -53,16 +57,22 @@ class Crowd:
         self._seldom.say(log, logging.WARNING, text, num_open, 100 * SHARE, now_s=monotonic())
         return Room.SPARE if num_open < most + min(MOST_SPARE, max(1, round(SPARE_SHARE * most))) else Room.NONE
 
+    def refusal(self) -> Response:
+        """For a connection that is refused."""
+        self._on_refused()
+        return REFUSAL
+
 
 class OperatorsOnly:
     """What a spare connection is served: one request, of Operations."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, crowd: Crowd) -> None:
         self._app = app
+        self._crowd = crowd
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, and have the connection closed."""
-        app = self._app if scope["path"] in PATHS else REFUSAL
+        app = self._app if scope["path"] in PATHS else self._crowd.refusal()
         await app(scope, receive, partial(_send_last, send))
 
 

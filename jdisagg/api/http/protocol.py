@@ -23,7 +23,7 @@ import httptools
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from jdisagg.api.http.crowd import CLOSE, REFUSAL, Crowd, OperatorsOnly, Room
+from jdisagg.api.http.crowd import CLOSE, Crowd, OperatorsOnly, Room
 from jdisagg.api.http.errors import plain_error
 from jdisagg.api.unread import SLOWEST_IN_ALL_BYTES_PER_S, UNREAD_TIMEOUT_S
 
@@ -89,10 +89,10 @@ class Protocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._room = self._crowd.room(len(self.connections))
         if self._room is Room.NONE:
-            _end_with(transport, REFUSAL)
+            _end_with(transport, self._crowd.refusal())
             return
         if self._room is Room.SPARE:
-            self.app = OperatorsOnly(self.app)
+            self.app = OperatorsOnly(self.app, self._crowd)
         self.parser = _Parser(self)
         super().connection_made(transport)
         self._await_headers()
@@ -232,7 +232,7 @@ class Protocol(HttpToolsProtocol):
             self._await_headers()
             return
         if self._room is Room.SPARE and self.cycle is None:
-            _end_with(self.transport, REFUSAL)
+            _end_with(self.transport, self._crowd.refusal())
         self.transport.close()
 
     def _stop_waiting(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from time import monotonic
@@ -34,7 +34,8 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """A listening socket and, between `start` and `stop`, the server on it."""
 
-    def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
+    def __init__(self, app: ASGIApp, listener: socket.socket, *, on_refused: Callable[[], object] = lambda: None) -> None:
+        """`on_refused`: called for each connection that there is no room for."""
         listener.setblocking(False)
         self._listener = listener
         self.host, self.port = listener.getsockname()[:2]
@@ -42,7 +43,7 @@ class HttpServer:
         config = uvicorn.Config(
             app,
             loop="none",
-            http=cast(Any, partial(Protocol, crowd=Crowd())),
+            http=cast(Any, partial(Protocol, crowd=Crowd(on_refused))),
             ws="none",
             lifespan="off",
             log_config=None,

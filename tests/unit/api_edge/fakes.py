@@ -24,7 +24,7 @@ from jdisagg.api.listening import listen
 from jdisagg.core.config import ServerConfig
 from jdisagg.core.errors import InvalidRequest, RequestError
 from jdisagg.core.fleet import ModelCard
-from jdisagg.core.metrics import Metrics
+from jdisagg.core.metrics import HTTP_PORT, Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, Grammar, Output, Provenance, SamplingParams, TokenLogprob
 from jdisagg.text.calls.format import CallFormat
 from jdisagg.text.tokenizer import Tokenizer
@@ -191,6 +191,10 @@ class Served:
         samples = [sample for family in self.metrics.requests.finished.collect() for sample in family.samples if sample.value]
         return {sample.labels["reason"]: sample.value for sample in samples}
 
+    def num_refused(self) -> float:
+        """Connections over HTTP that found no room."""
+        return self.metrics.registry.get_sample_value("jdisagg_connections_refused_total", {"port": "http"}) or 0.0
+
     async def wait_idle(self) -> None:
         """Until nothing runs; fails when that takes long, whatever the engine's delay."""
         async with asyncio.timeout(WAIT_LIMIT_S):
@@ -222,7 +226,7 @@ async def serving(
     )
     config = ServerConfig(api_key=api_key, client_api_key=client_api_key)
     app = make_app(edge, engine, lambda: "jdisagg_up 1\n", config)
-    server = HttpServer(app, listen())
+    server = HttpServer(app, listen(), on_refused=metrics.connections_refused.labels(port=HTTP_PORT).inc)
     await server.start()
     grpc_server = channels.make_server()
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), grpc_server)

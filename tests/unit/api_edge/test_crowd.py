@@ -75,6 +75,7 @@ def test_connections_beyond_a_share_of_the_descriptors_are_refused_and_others_li
         async with full(tokenizer, monkeypatch) as server:
             for _ in range(20):
                 assert is_refusal(*await server.ask(COMPLETION))
+            assert server.served.num_refused() == 20
             for reader, writer in server.kept:
                 writer.write(HEALTH)
                 assert b"200 OK" in await reader.readuntil(b"}")
@@ -97,6 +98,7 @@ def test_a_full_server_still_answers_its_probes(tokenizer: Tokenizer, monkeypatc
                 assert head.startswith(b"HTTP/1.1 200 OK\r\n"), path
                 assert b"\r\nconnection: close" in head
                 assert body
+            assert server.served.num_refused() == 0
 
     run(check())
 
@@ -113,6 +115,7 @@ def test_a_spare_connection_that_asks_nothing_makes_room_for_a_probe(
             async with asyncio.timeout(60.0):
                 head, _, body = (await idle.read()).partition(b"\r\n\r\n")
             assert is_refusal(head, body)
+            assert server.served.num_refused() == 2
             writer.close()
             head, _ = await server.ask(HEALTH)
             assert head.startswith(b"HTTP/1.1 200 OK\r\n")

@@ -14,7 +14,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from jdisagg.core import errors
 from jdisagg.core.fleet import State
-from jdisagg.core.metrics import DAMAGE, Counts, Metrics
+from jdisagg.core.metrics import DAMAGE, PORTS, Counts, Metrics
 from jdisagg.core.requests import FinishReason, Role
 from jdisagg.handoff.messages import ChunkReady
 from jdisagg.serve.backends import _ORDER
@@ -94,6 +94,7 @@ def test_values_that_are_asked_for_exist() -> None:
         "state": {state.value for state in State}  # of workers ..
         | {"usable", "down"}  # .. of a decode worker's peers ..
         | {"registered", "not_registered"},  # .. and of a worker's routers
+        "port": set(PORTS),
         "rung": {"refetch", "other_backend", "reconnect", "other_prefill", "local_prefill", "replay"},
     }
     for who, expression in asked():
@@ -108,6 +109,13 @@ def test_how_requests_can_end_is_shown_from_the_start_as_no_rate_sees_the_first_
     ends |= {reason.value for reason in FinishReason} | ({"refused"} if engine else set())
     shown = re.findall(r'jdisagg_requests_finished_total{reason="(\w+)"} 0.0', Metrics(engine=engine).text())
     assert sorted(shown) == sorted(ends)
+
+
+@pytest.mark.parametrize("engine", [False, True])
+def test_every_process_shows_the_connections_it_refuses_from_the_start(engine: bool) -> None:
+    shown = re.findall(r'jdisagg_connections_refused_total{port="(\w+)"} 0.0', Metrics(engine=engine).text())
+    assert sorted(shown) == sorted(PORTS)
+    assert shown
 
 
 def raised_for_damage() -> set[str]:
