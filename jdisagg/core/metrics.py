@@ -44,7 +44,7 @@ DAMAGE = ("checksum", "truncated")
 _RUNGS = ("refetch", "other_backend", "reconnect", "other_prefill", "local_prefill")
 _HEDGE_OUTCOMES = ("moved", "returned", "refused", "abandoned")
 _RUNGS_OF_ROUTERS = ("replay",)
-PORTS = (HTTP_PORT,) = ("http",)  # whose connections that find no room are counted
+PORTS = (HTTP_PORT, GRPC_PORT) = ("http", "grpc")  # whose connections that find no room are counted
 CALL_OUTCOMES = CALLED, CUT, TEXT, UNREAD, FORCED = ("called", "cut", "text", "unread", "forced")
 GRAMMAR_OUTCOMES = COMPILED, REFUSED, ENDLESS = ("compiled", "refused", "endless")
 # fed by a process without an engine, too; the others would be 0 there for ever

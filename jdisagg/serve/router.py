@@ -26,7 +26,7 @@ from jdisagg.api.tasks import cancel_and_wait
 from jdisagg.core.config import Config
 from jdisagg.core.drill import drill_of
 from jdisagg.core.errors import Unavailable
-from jdisagg.core.metrics import HTTP_PORT, Metrics
+from jdisagg.core.metrics import GRPC_PORT, HTTP_PORT, Metrics
 from jdisagg.models.resolve import eos_token_ids, resolve_model
 from jdisagg.router.entrance import Entrance
 from jdisagg.router.fleet_engine import FleetEngine
@@ -97,7 +97,8 @@ async def serve(config: Config, process: Process) -> int:
     await http.start()
     await health.start()
     keep_what_is_there()
-    watches = [asyncio.create_task(watch) for watch in (observe_lateness(metrics), end_when_nobody_accepts(process, address))]
+    accepting = end_when_nobody_accepts(process, address, metrics.connections_refused.labels(port=GRPC_PORT).inc)
+    watches = [asyncio.create_task(watch) for watch in (observe_lateness(metrics), accepting)]
     announce(Ready(role="router", http=http.address, grpc=address, model=model, warmup_s=round(monotonic() - started_s, 3)))
     deadline_s = await process.drained(drain, config.server.drain_s)
     await fleet.everybody_told()

@@ -20,7 +20,7 @@ from jdisagg.api.tasks import cancel_and_wait
 from jdisagg.core.config import Config
 from jdisagg.core.drill import HOOKS_VARIABLE
 from jdisagg.core.errors import ConfigError, NumericalError, SelfTestFailed, Unavailable
-from jdisagg.core.metrics import HTTP_PORT, Metrics
+from jdisagg.core.metrics import GRPC_PORT, HTTP_PORT, Metrics
 from jdisagg.models.resolve import resolve_model
 from jdisagg.roles.engine_thread import EngineThread
 from jdisagg.roles.self_test import self_test
@@ -75,7 +75,8 @@ async def serve(config: Config, process: Process) -> int:
     await edges.start(advertised(http.address, config.server.advertise_host))
     _install_test_hooks(deployment)
     keep_what_is_there()
-    watches = [asyncio.create_task(watch) for watch in (observe_lateness(metrics), end_when_nobody_accepts(process, address))]
+    accepting = end_when_nobody_accepts(process, address, metrics.connections_refused.labels(port=GRPC_PORT).inc)
+    watches = [asyncio.create_task(watch) for watch in (observe_lateness(metrics), accepting)]
     announce(
         Ready(
             role=config.role,

@@ -13,13 +13,16 @@ from typing import Any
 
 import pytest
 
+from jdisagg.api import listening
 from jdisagg.api.channels import bind, make_server
 from jdisagg.serve import accepting
-from jdisagg.serve.accepting import EXIT_NOT_ACCEPTING, end_when_nobody_accepts
+from jdisagg.serve.accepting import EXIT_NOT_ACCEPTING, Heard, end_when_nobody_accepts
 from jdisagg.serve.process import Process
 from tests.unit.wire.rig import run_quiet, until
 
 LOOKS = 5
+MOST = 2  # connections, where there are few
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # and settings: of HTTP/2, as gRPC begins
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +33,9 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def watched(address: str) -> AsyncIterator[Process]:
+async def watched(address: str, on_full: Callable[[], object] = lambda: None) -> AsyncIterator[Process]:
     process = Process()
-    watch = asyncio.create_task(end_when_nobody_accepts(process, address))
+    watch = asyncio.create_task(end_when_nobody_accepts(process, address, on_full))
     yield process
     watch.cancel()
     with suppress(asyncio.CancelledError):
@@ -43,6 +46,7 @@ async def answer(listener: socket.socket) -> None:
     """One connection."""
     listener.setblocking(False)
     connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+    connection.send(b"a word")
     connection.close()
 
 
@@ -79,21 +83,19 @@ async def goes_on(address: str, looks: Callable[[], int]) -> None:
 
 
 @pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[bool | None]:
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[Heard]:
     """Whether each was answered."""
-    seen, is_answered = list[bool | None](), accepting._is_answered
+    seen, hear = list[Heard](), accepting._hear
 
-    async def noted(address: str) -> bool | None:
-        seen.append(await is_answered(address))
+    async def noted(address: str) -> Heard:
+        seen.append(await hear(address))
         return seen[-1]
 
-    monkeypatch.setattr(accepting, "_is_answered", noted)
+    monkeypatch.setattr(accepting, "_hear", noted)
     return seen
 
 
-def test_a_server_of_grpc_answers_and_nothing_is_left_of_that(
-    looks: list[bool | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_of_grpc_answers_and_nothing_is_left_of_that(looks: list[Heard], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accepting, "ANSWER_S", 20.0)
 
     async def body() -> None:
@@ -106,10 +108,10 @@ def test_a_server_of_grpc_answers_and_nothing_is_left_of_that(
         await server.stop(0)
 
     run_quiet(body())
-    assert all(looks)
+    assert {*looks} == {Heard.A_WORD}
 
 
-def test_a_port_that_hangs_up_on_one_too_many_is_none_that_accepts_nobody(looks: list[bool | None]) -> None:
+def test_a_port_that_hangs_up_on_one_too_many_is_none_that_accepts_nobody(looks: list[Heard]) -> None:
     async def body() -> None:
         server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
         await goes_on(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", lambda: len(looks))
@@ -117,31 +119,61 @@ def test_a_port_that_hangs_up_on_one_too_many_is_none_that_accepts_nobody(looks:
         await server.wait_closed()
 
     run_quiet(body())
-    assert all(looks)
+    assert {*looks} == {Heard.HUNG_UP}
 
 
-def test_a_process_that_has_no_descriptor_to_try_with_does_not_end(
-    looks: list[bool | None], monkeypatch: pytest.MonkeyPatch
+def test_a_server_of_grpc_whose_connections_are_all_taken_says_so_now_and_then_until_one_ends(
+    looks: list[Heard], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(accepting, "ANSWER_S", 20.0)
+    monkeypatch.setattr(listening.resource, "getrlimit", lambda _: (MOST / listening.SHARE, 4096))
+
+    told: list[None] = []
+
+    async def body() -> None:
+        server = make_server()
+        address = bind(server)
+        await server.start()
+        port = int(address.rpartition(":")[2])
+        taken = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MOST)]
+        for reader, writer in taken:
+            writer.write(PREFACE)
+            assert await reader.read(1)
+        async with watched(address, lambda: told.append(None)) as process:
+            await until(lambda: looks.count(Heard.HUNG_UP) >= LOOKS)
+            for _, writer in taken:
+                writer.close()
+            await until(lambda: Heard.A_WORD in looks)
+            assert not process.stopping.is_set()
+        await server.stop(0)
+
+    run_quiet(body())
+    assert len(told) == looks.count(Heard.HUNG_UP)
+    (line,) = [record for record in caplog.records if record.name == accepting.__name__]
+    assert line.levelname == "WARNING"
+    assert f"keeps {MOST} connections, 40% of this process's descriptors, and all are taken" in line.getMessage()
+
+
+def test_a_process_that_has_no_descriptor_to_try_with_does_not_end(looks: list[Heard], monkeypatch: pytest.MonkeyPatch) -> None:
     async def none_left(*_: object) -> None:
         raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
 
     monkeypatch.setattr(asyncio, "open_connection", none_left)
     run_quiet(goes_on("127.0.0.1:1", lambda: len(looks)))
-    assert {*looks} == {None}
+    assert {*looks} == {Heard.NOBODY_KNOWS}
 
 
-def test_an_address_that_never_answered_is_behind_a_firewall(looks: list[bool | None]) -> None:
+def test_an_address_that_never_answered_is_behind_a_firewall(looks: list[Heard]) -> None:
     async def body() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             await goes_on(f"127.0.0.1:{listener.getsockname()[1]}", lambda: len(looks))
 
     run_quiet(body())
-    assert not any(looks)
+    assert {*looks} <= {Heard.NOTHING, Heard.NOBODY_KNOWS}
 
 
 def test_a_port_for_whose_connections_there_is_no_descriptor_is_asked_again(
-    looks: list[bool | None], monkeypatch: pytest.MonkeyPatch
+    looks: list[Heard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none_left(_: int) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -153,7 +185,7 @@ def test_a_port_for_whose_connections_there_is_no_descriptor_is_asked_again(
                 patch.setattr(accepting, "check_descriptors", none_left)
                 async with watched(address) as process:
                     await answer(listener)
-                    await until(lambda: looks.count(None) >= LOOKS)
+                    await until(lambda: looks.count(Heard.NOBODY_KNOWS) >= LOOKS)
                     assert not process.stopping.is_set()
                     patch.undo()
                     await until(process.stopping.is_set)
@@ -161,9 +193,7 @@ def test_a_port_for_whose_connections_there_is_no_descriptor_is_asked_again(
     run_quiet(body())
 
 
-def test_a_port_that_was_silent_twice_and_then_answers_goes_on(
-    looks: list[bool | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_port_that_was_silent_twice_and_then_answers_goes_on(looks: list[Heard], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accepting, "ANSWER_S", 0.5)
 
     async def body() -> None:
@@ -171,10 +201,10 @@ def test_a_port_that_was_silent_twice_and_then_answers_goes_on(
             async with watched(f"127.0.0.1:{listener.getsockname()[1]}") as process:
                 await answer(listener)
                 for _ in range(2):
-                    silent = looks.count(False)
-                    await until(lambda before=silent: looks.count(False) >= before + accepting.MOST_SILENT - 1)
-                    answered = looks.count(True)
-                    while looks.count(True) == answered:
+                    silent = looks.count(Heard.NOTHING)
+                    await until(lambda before=silent: looks.count(Heard.NOTHING) >= before + accepting.MOST_SILENT - 1)
+                    answered = looks.count(Heard.HUNG_UP)
+                    while looks.count(Heard.HUNG_UP) == answered:
                         with suppress(BlockingIOError):
                             listener.accept()[0].close()
                         await asyncio.sleep(0.001)
@@ -211,7 +241,7 @@ def test_a_resolver_that_does_not_answer_any_more_says_nothing_of_the_port(monke
 
 
 def test_an_address_that_this_machine_has_no_more_says_nothing_of_the_port(
-    looks: list[bool | None], monkeypatch: pytest.MonkeyPatch
+    looks: list[Heard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of an interface that went down, or a name that is another machine's now: what is sent there comes to nothing."""
 
@@ -221,7 +251,7 @@ def test_an_address_that_this_machine_has_no_more_says_nothing_of_the_port(
                 await answer(listener)
                 with monkeypatch.context() as patch:
                     patch.setattr(accepting, "is_own", lambda _: False)
-                    await until(lambda: looks.count(None) >= LOOKS)
+                    await until(lambda: looks.count(Heard.NOBODY_KNOWS) >= LOOKS)
                     assert not process.stopping.is_set()
                 await until(process.stopping.is_set)
 
