@@ -90,7 +90,7 @@ def test_values_that_are_asked_for_exist() -> None:
     ends = {kind.reason for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.JdisaggError)}
     known = {
         "role": {role.value for role in Role} | {"router", "colocated"},
-        "reason": ends | {reason.value for reason in FinishReason} | set(DAMAGE),
+        "reason": ends | {reason.value for reason in FinishReason} | set(DAMAGE) | {"publish"},
         "state": {state.value for state in State}  # of workers ..
         | {"usable", "down"}  # .. of a decode worker's peers ..
         | {"registered", "not_registered"},  # .. and of a worker's routers
@@ -145,7 +145,7 @@ def test_a_share_of_failures_is_one_of_all_as_what_never_succeeds_has_no_count_o
     """jdisagg_transfer_seconds has a series only once a piece has arrived; one that is absent makes no ratio, and no alert."""
     (expression,) = (expr for who, expr in asked() if who == "JdisaggTransfersFail")
     failures, _, of_all = expression.partition("/")
-    (failed,) = re.findall(r"rate\(jdisagg_transfer_failures_total\[10m\]\)", failures)
+    (failed,) = re.findall(r'rate\(jdisagg_transfer_failures_total{reason!="publish"}\[10m\]\)', failures)
     assert f"{failed} or rate(jdisagg_transfer_seconds_count[10m])" in of_all
 
 
