@@ -13,6 +13,7 @@ import yaml
 from prometheus_client.metrics import MetricWrapperBase
 
 from jdisagg.core import errors
+from jdisagg.core.config import ServerConfig
 from jdisagg.core.fleet import State
 from jdisagg.core.metrics import DAMAGE, PORTS, Counts, Metrics
 from jdisagg.core.requests import FinishReason, Role
@@ -178,6 +179,14 @@ def test_some_alert_stays_when_a_process_ends_and_its_series_with_it() -> None:
     assert by_name["JdisaggNoRouter"].startswith("absent(jdisagg_build_info{")
     assert by_name["JdisaggProcessDown"].startswith("up{")
     assert "last_over_time(jdisagg_build_info[30m])" in by_name["JdisaggRestartsOften"]  # it is down between two starts
+
+
+@pytest.mark.parametrize("alert", ["JdisaggRouterNotReady", "JdisaggWorkerNotReady"])
+def test_a_process_that_drains_raises_no_alert_unless_that_takes_longer_than_is_usual_and_the_rule_says_so(alert: str) -> None:
+    _, _, rule = RULES.read_text().partition(f"alert: {alert}\n")
+    ((minutes, remark),) = re.findall(r"for: (\d+)m(.*)", rule.partition("- alert:")[0])
+    assert ServerConfig().drain_s < 60 * int(minutes)
+    assert remark.startswith("  # SET: longer than --drain-s")
 
 
 def test_the_rule_of_the_manual_for_a_number_of_workers_is_tried_with_no_router_left() -> None:
