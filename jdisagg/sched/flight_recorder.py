@@ -7,7 +7,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 NUM_RECENT_PLANS = 256
 MAX_ADMITTED_TOKENS = 2**20  # of requests that the plans kept admit; some 40 MB, and about a second to write
+
+MAX_FILES = 8  # of a role in one directory: what fails may do so again after each start, and each process has a name of its own
 
 
 class FlightRecorder:
@@ -49,7 +51,9 @@ class FlightRecorder:
             yield
         except AssertionError as error:
             if self._directory is not None:
-                path = self._directory / f"jdisagg-plans-{self._role}-{os.getpid()}.jsonl"
+                name = f"jdisagg-plans-{self._role}"
+                path = self._directory / f"{name}-{os.getpid()}.jsonl"
+                _make_room(self._directory, name)
                 self._write(path, call, error, snapshot)
             raise
 
@@ -67,6 +71,19 @@ class FlightRecorder:
 
 def _num_admitted_tokens(plan: Plan) -> int:
     return sum(len(admit.prompt_token_ids) + len(admit.generated_token_ids) for admit in plan.admit)
+
+
+def _make_room(directory: Path, name: str) -> None:
+    """For one more file of processes, as what they are numbered by tells: the oldest ones go. Those of other users stay."""
+    written = list[tuple[float, Path]]()
+    with suppress(OSError):
+        for path in directory.glob(f"{name}-*.jsonl"):
+            if path.stem.removeprefix(f"{name}-").isdecimal():
+                with suppress(OSError):  # another process does the same
+                    written.append((path.lstat().st_mtime, path))
+    for _, path in sorted(written)[: max(0, len(written) - MAX_FILES + 1)]:
+        with suppress(OSError):
+            path.unlink()
 
 
 def _new_file(path: Path) -> TextIO:

@@ -13,7 +13,7 @@ import pytest
 
 from jdisagg.core.config import SchedulerConfig
 from jdisagg.core.requests import Role
-from jdisagg.sched.flight_recorder import FlightRecorder
+from jdisagg.sched.flight_recorder import MAX_FILES, FlightRecorder
 from jdisagg.sched.log import LoggedScheduler, make_scheduler
 from jdisagg.sched.log_codec import encode
 from jdisagg.sched.plan import Plan, StepResult
@@ -53,6 +53,29 @@ def test_a_state_that_cannot_be_told_is_told_so(tmp_path: Path) -> None:
     fail(FlightRecorder(tmp_path, "prefill"), ValueError("broken too"))
     (path,) = tmp_path.iterdir()
     assert json.loads(path.read_text())["state"] == {"error": "ValueError('broken too')"}
+
+
+@pytest.mark.parametrize("num_before", [1, MAX_FILES - 2, MAX_FILES - 1, MAX_FILES, 2 * MAX_FILES])
+def test_a_process_that_fails_after_each_start_does_not_fill_the_disk(num_before: int, tmp_path: Path) -> None:
+    for pid in range(num_before):  # of processes before this one; the younger they are the later they wrote
+        written = tmp_path / f"jdisagg-plans-decode-{10_000_000 - pid}.jsonl"
+        written.write_text("plans")
+        os.utime(written, (1000.0 + pid, 1000.0 + pid))
+    others = {"jdisagg-plans-prefill-10000000.jsonl", "jdisagg-plans-decode-kept.jsonl", "jdisagg-plans-decode-1.jsonl.gz"}
+    for name in others:
+        (tmp_path / name).write_text("another's")
+        os.utime(tmp_path / name, (1.0, 1.0))
+    fail(FlightRecorder(tmp_path, "decode"), {})
+    left = {path.name for path in tmp_path.iterdir()} - {f"jdisagg-plans-decode-{os.getpid()}.jsonl"}
+    latest = {f"jdisagg-plans-decode-{10_000_000 - pid}.jsonl" for pid in range(num_before)[-(MAX_FILES - 1) :]}
+    assert left == others | latest
+
+
+def test_files_that_cannot_be_removed_are_left(tmp_path: Path) -> None:
+    for pid in range(2 * MAX_FILES):
+        (tmp_path / f"jdisagg-plans-decode-{10_000_000 + pid}.jsonl").mkdir()
+    fail(FlightRecorder(tmp_path, "decode"), {"pages": 3})
+    assert json.loads((tmp_path / f"jdisagg-plans-decode-{os.getpid()}.jsonl").read_text())["state"] == {"pages": 3}
 
 
 def test_what_clients_sent_is_for_this_user_alone_and_lies_in_no_file_of_another(tmp_path: Path) -> None:
