@@ -33,8 +33,7 @@ from jdisagg.transfer.drill import TransferDrill
 from jdisagg.transfer.grpc_backend import PieceStore
 from jdisagg.transfer.head_mesh import head_shards
 from jdisagg.transfer.host_backend import ByteSource, ByteStore, host_fetcher, host_publisher
-from jdisagg.transfer.jax_backend import VERSION as JAX_VERSION
-from jdisagg.transfer.jax_backend import jax_fetcher, jax_publisher, joiner_of, warm_up_fetches
+from jdisagg.transfer.jax_backend import jax_fetcher, jax_publisher, joiner_of, version, warm_up_fetches
 from jdisagg.transfer.jax_server import NUM_ADDRESSES, TransferServers, Unsupported
 from jdisagg.transfer.shm_backend import ShmSource, ShmStore, same_host_token
 from jdisagg.transfer.target import PieceTarget
@@ -160,6 +159,6 @@ def _hello(name: str) -> Backend:
         case "shm":
             return Backend(name=name, version=same_host_token())  # pairs within a host
         case "jax":
-            return Backend(name=name, version=JAX_VERSION, num_transport_addresses=NUM_ADDRESSES)
+            return Backend(name=name, version=version(jax.local_devices()[0].platform), num_transport_addresses=NUM_ADDRESSES)
         case _:
             return Backend(name=name)

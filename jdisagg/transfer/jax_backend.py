@@ -38,7 +38,7 @@ from jdisagg.transfer.target import PieceError, PieceTarget, announce
 
 NAME = "jax"
 PULLS_AHEAD = 3  # with the one that is waited for, as many as P offers at a time
-VERSION = f"{jax.__version__}, format 3"  # unlike ones do not pair over this backend
+FORMAT = 3  # of locators and slabs
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,12 @@ class Locator:
         if not ready.end - ready.begin <= locator.num_tokens <= 16 * target.chunk_tokens:
             raise PieceError("device", f"{ready.end - ready.begin} tokens padded to {locator.num_tokens}")
         return locator
+
+
+def version(platform: str) -> str:
+    """Of this backend on `platform`; unlike ones do not pair over it. The transfer server moves bytes as they lie on the device
+    and compares their number alone: on TPU they lie in tiles, elsewhere in rows."""
+    return f"{jax.__version__}, format {FORMAT}, {platform}"
 
 
 def jax_publisher(servers: TransferServers, cutter: Cutter, post: Post) -> LanePublisher:

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +18,13 @@ from jdisagg.api.channels import INSECURE
 from jdisagg.core.config import Config, ServerConfig, TransferConfig
 from jdisagg.core.drill import Drill
 from jdisagg.core.errors import NoMemory
-from jdisagg.handoff.identity import Backend
+from jdisagg.handoff.identity import Backend, Identity, agree
 from jdisagg.handoff.messages import ChunkReady, HandoffId
 from jdisagg.serve import backends
 from jdisagg.serve.backends import DecodeBackends, PrefillBackends
 from jdisagg.transfer import lanes
 from jdisagg.transfer.drill import TransferDrill
+from jdisagg.transfer.jax_backend import version
 from jdisagg.transfer.target import PieceTarget
 from tests.unit.waiting import until
 
@@ -77,6 +79,28 @@ def test_both_sides_offer_what_is_asked_for_in_order(worker: Worker, choice: str
     assert p.publishers.names == ORDERS[choice]
     assert d.fetcher.name == ORDERS[choice][0]
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("theirs", "pairs"),
+    [
+        (version("cpu"), True),
+        (version("gpu"), False),
+        (version("tpu"), False),
+        (f"{jax.__version__}, format 3", False),  # of before platforms were told
+    ],
+)
+def test_kv_goes_from_device_to_device_between_like_ones_alone(worker: Worker, theirs: str, pairs: bool) -> None:
+    offered = worker.decode("jax").offered
+    peer = [replace(backend, version=theirs if backend.name == "jax" else backend.version) for backend in offered]
+    for p, d in ((peer, offered), (offered, peer)):
+        agreed = agree(identity(p), identity(d)).backends
+        assert agreed == (("jax", "grpc") if pairs else ("grpc",))
+
+
+def identity(offered: list[Backend]) -> Identity:
+    """Of a worker that says so of its backends."""
+    return Identity(fingerprint="f", worker="w", epoch="e", groups=(), backends=tuple(offered))
 
 
 @pytest.mark.parametrize(
