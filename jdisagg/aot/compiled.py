@@ -16,6 +16,7 @@ import jax
 from jdisagg.aot.abstract import AbstractEngine
 from jdisagg.aot.findings import Precious, Program, collectives, copies, kernels, led_by_host
 from jdisagg.aot.hlo import parse
+from jdisagg.aot.thunks import compile_with_list, led
 from jdisagg.core.config import LayerLoop
 from jdisagg.core.platforms import GPU_PLATFORMS
 from jdisagg.engine.executables import MODEL_STEPS, Executable, Operand
@@ -72,12 +73,13 @@ def _compile(engine: AbstractEngine, executable: Executable) -> CompiledStep:
         donated_bytes=_donated(engine, executable),
         cache_bytes=bytes_per_device(engine.kv),
     )
+    on_gpu = engine.mesh.devices.flat[0].platform in GPU_PLATFORMS
     try:
-        compiled = engine.lower(executable).compile()
+        lowered = engine.lower(executable)
+        compiled, launched = compile_with_list(lowered) if on_gpu else (lowered.compile(), "")
     except jax.errors.JaxRuntimeError as error:
         return replace(step, error=str(error).strip().splitlines()[0], compile_cpu_s=time.process_time() - began_s)
     compile_cpu_s = time.process_time() - began_s
-    platform = engine.mesh.devices.flat[0].platform
     module, memory = parse(compiled.as_text()), compiled.memory_analysis()
     trips = spec.num_layers if engine.form.layer_loop is LayerLoop.SCAN else 1
     return replace(
@@ -92,7 +94,7 @@ def _compile(engine: AbstractEngine, executable: Executable) -> CompiledStep:
             collectives=collectives(module, trips=trips),
             copies=copies(module, _precious(engine, executable)),
             kernels=kernels(module, trips=trips),
-            led_by_host=led_by_host(module) if platform in GPU_PLATFORMS else (),
+            led_by_host=(led_by_host(module) or led(launched)) if on_gpu else (),
         ),
     )
 

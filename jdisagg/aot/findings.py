@@ -48,7 +48,7 @@ class Program:
     collectives: tuple[Collective, ...] = ()
     copies: tuple[Copy, ...] = ()
     kernels: dict[str, int] = field(default_factory=dict)  # Pallas kernels by name: calls in a step
-    led_by_host: tuple[str, ...] = ()  # instructions, on a GPU: see `led_by_host`
+    led_by_host: tuple[str, ...] = ()  # on a GPU: see `led_by_host` and `jdisagg.aot.thunks`
 
     @property
     def required_copies(self) -> tuple[Copy, ...]:

@@ -43,6 +43,18 @@ print(gates.render_gates([gate]))
 sys.exit(0 if gate.failures else 1)
 """
 
+OLD_DRIVER = """
+import os, sys
+from jdisagg.aot.environment import prepare_compilers
+prepare_compilers(os.environ)
+from jdisagg.aot import gates
+from jdisagg.aot.accelerators import Accelerator
+new = Accelerator.target_text
+Accelerator.target_text = lambda self: new(self).replace('driver_version: "13.0.0"', 'driver_version: "12.2.0"')
+found = gates.run_case(gates.Case(topology="h200:1", tp=1, head_dim=128, steps=("decode",)), print)
+print(gates.render_gates(found))
+"""
+
 
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     """A fresh interpreter without the settings of this one's jax."""
@@ -81,3 +93,11 @@ def test_a_step_over_a_cache_in_the_wrong_axis_order_does_not_pass() -> None:
 def test_steps_stay_in_place_on_an_h200() -> None:
     done = run_python("-m", "jdisagg.aot", "--gates", "steps", "--topology", "h200:1")
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+
+
+@needs_cuda
+@pytest.mark.timeout(TIMEOUT_S + 60)
+def test_conditions_that_a_driver_leaves_to_the_host_do_not_pass() -> None:
+    done = run_python("-c", OLD_DRIVER)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert "the host leads 2 kConditional" in done.stdout
