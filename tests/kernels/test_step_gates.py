@@ -88,6 +88,24 @@ def test_a_step_over_a_cache_in_the_wrong_axis_order_does_not_pass() -> None:
     assert "0 of 1 gates hold" in done.stdout
 
 
+@needs_libtpu
+@pytest.mark.timeout(TIMEOUT_S + 60)
+def test_decode_over_a_large_vocabulary_needs_no_more_than_the_engine_keeps(tmp_path: Path) -> None:
+    model = {"architectures": ["LlamaForCausalLM"], "vocab_size": 151936, "hidden_size": 256, "intermediate_size": 512}
+    model |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps(model | {"max_position_embeddings": 2048}))
+    question = f"--model {tmp_path} --topology v6e:1x1 --max-num-seqs 128 --max-num-batched-tokens 128"
+    role = "--role decode --prefill p:1 --local-prefill never"
+    done = run_python("-m", "jdisagg.aot", *question.split(), *role.split(), "--json", str(tmp_path / "report.json"))
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    (engine,) = json.loads((tmp_path / "report.json").read_text())["engines"]
+    decode = next(step for step in engine["steps"] if step["name"] == "decode")
+    state = decode["donated_bytes"] - decode["cache_bytes"]
+    assert state > 2 * 4 * 128 * 151936
+    needs = state + decode["padding_bytes"] + decode["temp_bytes"] + decode["fresh_bytes"]  # beside its code
+    assert needs <= engine["budget"]["steps_bytes"]
+
+
 @needs_cuda
 @pytest.mark.timeout(TIMEOUT_S + 60)
 def test_steps_stay_in_place_on_an_h200() -> None:

@@ -111,7 +111,7 @@ def test_the_answer_is_a_table_and_json() -> None:
     report = said_of("llama3-8b", "v5e:1x1", Config(role="unified"))
     assert not report.fits
     text = render(report, explain=True)
-    assert "verdict  does not fit: 2.06 GiB are missing on each device" in text
+    assert "verdict  does not fit: 2.10 GiB are missing on each device" in text
     assert "would fit: --tp 2 (2 x TPU v5e): " in text
     again = json.loads(json.dumps(asdict(report)))
     assert again["engines"][0]["budget"]["missing_bytes"] == report.engines[0].budget.missing_bytes

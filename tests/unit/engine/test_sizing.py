@@ -36,7 +36,7 @@ def test_a_device_that_does_not_tell_its_memory_needs_a_pool_of_a_given_size() -
 @pytest.mark.parametrize(
     ("in_use_gib", "advice"),
     [
-        (8.99, "raise it, lower --max-num-batched-tokens or --transfer-buffer-bytes, or use more devices"),
+        (8.99, "raise it, lower --max-num-seqs, --max-num-batched-tokens or --transfer-buffer-bytes, or use more devices"),
         (9.5, "raise it or use more devices"),
         (10.5, "use more devices"),
     ],
