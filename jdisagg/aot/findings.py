@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from jdisagg.aot.hlo import Module, Reached, Shape
+from jdisagg.aot.hlo import Module, Reached, Result, Shape
 
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 _MOVES = frozenset(
@@ -123,34 +124,49 @@ class Precious:
     cache: frozenset[tuple[str, int]]  # dtype and bytes of each array, scales among them
     num_tokens: int = 0  # of the step: what has this dimension may be an activation
 
-    def of(self, reached: Reached, shape: Shape) -> str | None:
-        """Which of them `shape` is a copy of. A weight's axes may be in any order; half of a cache array will do."""
-        is_named = reached.instruction.op_name.startswith(_PARAMS)
-        if any((dtype, _key(dims)) == (shape.dtype, _key(shape.dims)) for dtype, dims in self.weights if len(_key(dims)) >= 2):
+    def of(self, reached: Reached, result: Result) -> str | None:
+        """Which of them `result` is a copy of. A weight's axes may be in any order; half of a cache array will do."""
+        is_named, shape = reached.instruction.op_name.startswith(_PARAMS), result.shape
+        if self._is_weight(shape):
             return "weight" if is_named or self.num_tokens not in shape.dims else None
+        if result.opcode == "concatenate" and self._is_joined(result, is_named=is_named):
+            return "weight"
         largest = max((size for _, size in self.cache), default=0)
         sizes = [size for dtype, size in self.cache if dtype == shape.dtype or size == largest]
         return "cache" if any(shape.num_bytes * 2 >= size > 0 for size in sizes) else None
 
+    def _is_weight(self, shape: Shape) -> bool:
+        return any((dtype, _key(dims)) == (shape.dtype, _key(shape.dims)) for dtype, dims in self._matrices)
+
+    def _is_joined(self, result: Result, *, is_named: bool) -> bool:
+        """True of several weights in one array."""
+        if is_named:
+            sizes = [Shape(dtype, dims, 0).num_bytes for dtype, dims in self._matrices if dtype == result.shape.dtype]
+            return result.shape.num_bytes >= min(sizes, default=math.inf)
+        parts = result.sources
+        return len(parts) > 1 and all(self._is_weight(part) and self.num_tokens not in part.dims for part in parts)
+
+    @property
+    def _matrices(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        return ((dtype, dims) for dtype, dims in self.weights if len(_key(dims)) >= 2)
+
 
 def copies(module: Module, precious: Precious) -> tuple[Copy, ...]:
-    """Copies in device memory of a weight or of a cache array. One brought into memory on the chip is no copy: a weight has to
-    get there. What may be an activation counts when it says that it is a weight."""
+    """Copies in device memory of a weight, of several joined, or of a cache array. One brought into memory on the chip is no
+    copy: a weight has to get there. What may be an activation counts when it says that it is a weight."""
     found = {}
     for reached in module.walk():
-        instruction = reached.instruction
-        if not instruction.shapes or module.producer(instruction) not in _MOVES:
-            continue
-        shape = instruction.shapes[0]
-        of = None if shape.space else precious.of(reached, shape)
-        if of is not None:
-            found[instruction.name] = Copy(
-                of=of,
-                instruction=instruction.name,
-                shape=f"{shape.dtype}[{','.join(map(str, shape.dims))}]",
-                num_bytes=shape.num_bytes,
-                optional=reached.optional,
-            )
+        for position, result in enumerate(module.results(reached.instruction)):
+            shape, name = result.shape, reached.instruction.name
+            of = precious.of(reached, result) if result.opcode in _MOVES and not shape.space else None
+            if of is not None:
+                found[name, position] = Copy(
+                    of=of,
+                    instruction=name,
+                    shape=f"{shape.dtype}[{','.join(map(str, shape.dims))}]",
+                    num_bytes=shape.num_bytes,
+                    optional=reached.optional,
+                )
     return tuple(found.values())
 
 

@@ -188,7 +188,7 @@ def _spec(head_dim: int) -> ModelSpec:
     return ModelSpec.from_config(
         {
             "architectures": ["LlamaForCausalLM"],
-            "vocab_size": 4096,
+            "vocab_size": 4352,  # no sum of the others: q, k and v joined do not look like the head
             "hidden_size": 1024,
             "intermediate_size": 3072,
             "num_hidden_layers": 2,

@@ -6,6 +6,7 @@ instructions that matter are those of ENTRY and of what it reaches through loops
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -63,6 +64,15 @@ class Reached:
     optional: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One array that an instruction writes: `opcode` makes it, of a fusion the one inside, from `sources`."""
+
+    shape: Shape
+    opcode: str
+    sources: tuple[Shape, ...] = ()  # of a fusion alone
+
+
 @dataclass(frozen=True)
 class Module:
     """All computations."""
@@ -101,15 +111,21 @@ class Module:
             for called in instruction.called:
                 yield from self.computations.get(called, {}).values()
 
-    def producer(self, instruction: Instruction) -> str:
-        """The opcode that makes the result: for a fusion its root's, seen through bitcasts."""
-        if instruction.opcode != "fusion":
-            return instruction.opcode
-        inside = self.computations.get(instruction.called[0], {}) if instruction.called else {}
+    def results(self, instruction: Instruction) -> Iterator[Result]:
+        """Arrays that it writes, first ones first: several of a fusion alone, whose roots are seen through bitcasts."""
+        inside = (
+            self.computations.get(instruction.called[0], {}) if instruction.opcode == "fusion" and instruction.called else {}
+        )
         root = next((each for each in inside.values() if each.is_root), None)
-        while root is not None and root.opcode in ("bitcast", "reshape") and root.operands and root.operands[0] in inside:
-            root = inside[root.operands[0]]
-        return "fusion" if root is None else root.opcode
+        if root is None:
+            yield from (Result(shape, instruction.opcode) for shape in instruction.shapes[:1])
+            return
+        made = [inside[name] for name in root.operands if name in inside] if root.opcode == "tuple" else [root]
+        for shape, maker in zip(instruction.shapes, made, strict=False):
+            while maker.opcode in ("bitcast", "reshape") and maker.operands and maker.operands[0] in inside:
+                maker = inside[maker.operands[0]]
+            sources = (inside[name].shapes[:1] for name in maker.operands if name in inside)
+            yield Result(shape, maker.opcode, tuple(itertools.chain.from_iterable(sources)))
 
 
 def parse(text: str) -> Module:

@@ -55,6 +55,17 @@ found = gates.run_case(gates.Case(topology="h200:1", tp=1, head_dim=128, steps=(
 print(gates.render_gates(found))
 """
 
+JOINED = """
+import os, sys
+from jdisagg.aot.environment import prepare_compilers
+prepare_compilers(os.environ)
+from jdisagg.aot import gates
+from jdisagg.engine import compile_options
+compile_options._EXACT = {name: value for name, value in compile_options._EXACT.items() if "dot_merger" not in name}
+found = gates.run_case(gates.Case(topology="h200:1", tp=1, head_dim=64, steps=("exact",)), print)
+print(gates.render_gates(found))
+"""
+
 
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     """A fresh interpreter without the settings of this one's jax."""
@@ -119,3 +130,11 @@ def test_conditions_that_a_driver_leaves_to_the_host_do_not_pass() -> None:
     done = run_python("-c", OLD_DRIVER)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert "the host leads 2 kConditional" in done.stdout
+
+
+@needs_cuda
+@pytest.mark.timeout(TIMEOUT_S + 60)
+def test_weights_that_are_joined_in_every_step_do_not_pass() -> None:
+    done = run_python("-c", JOINED)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert "copy of a weight bf16[1024,6144]" in done.stdout

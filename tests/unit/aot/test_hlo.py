@@ -84,6 +84,55 @@ def test_what_may_be_an_activation_counts_when_it_says_that_it_is_a_weight() -> 
     assert [copy.instruction for copy in copies(parse(named), precious)] == ["copy.9"]
 
 
+JOINED = """HloModule jit_exact
+
+%joins (param_0: bf16[64,32], param_1: bf16[64,32]) -> bf16[64,64] {
+  %param_0 = bf16[64,32]{1,0} parameter(0)
+  %param_1 = bf16[64,32]{1,0} parameter(1)
+  ROOT %concatenate.1 = bf16[64,64]{1,0} concatenate(%param_0, %param_1), dimensions={1}
+}
+
+%activations (param_2: bf16[8,32], param_3: bf16[8,32]) -> bf16[8,64] {
+  %param_2 = bf16[8,32]{1,0} parameter(0)
+  %param_3 = bf16[8,32]{1,0} parameter(1)
+  ROOT %concatenate.2 = bf16[8,64]{1,0} concatenate(%param_2, %param_3), dimensions={1}
+}
+
+%two (param_4: bf16[64,32], param_5: bf16[8,32]) -> (bf16[8,32], bf16[32,64]) {
+  %param_4 = bf16[64,32]{1,0} parameter(0)
+  %param_5 = bf16[8,32]{1,0} parameter(1)
+  %transpose.1 = bf16[32,64]{1,0} transpose(%param_4), dimensions={1,0}
+  %add.1 = bf16[8,32]{1,0} add(%param_5, %param_5)
+  ROOT %tuple.1 = (bf16[8,32]{1,0}, bf16[32,64]{1,0}) tuple(%add.1, %transpose.1)
+}
+
+ENTRY %main (gate: bf16[64,32], up: bf16[64,32], x: bf16[8,32]) -> bf16[8,64] {
+  %gate = bf16[64,32]{1,0} parameter(0)
+  %up = bf16[64,32]{1,0} parameter(1)
+  %x = bf16[8,32]{1,0} parameter(2)
+  %fusion.1 = bf16[64,64]{1,0} fusion(%gate, %up), kind=kLoop, calls=%joins
+  %fusion.2 = (bf16[8,32]{1,0}, bf16[32,64]{1,0}) fusion(%gate, %x), kind=kLoop, calls=%two
+  %concatenate.3 = bf16[65,32]{1,0} concatenate(%gate, %bias), dimensions={0}, metadata={op_name="params['gate']"}
+  %concatenate.4 = bf16[2,32]{1,0} concatenate(%bias, %bias), dimensions={0}, metadata={op_name="params['bias']"}
+  ROOT %fusion.3 = bf16[8,64]{1,0} fusion(%x, %x), kind=kLoop, calls=%activations
+}
+"""
+
+
+def test_weights_are_copied_where_they_are_joined_and_where_they_are_one_result_of_several() -> None:
+    found = copies(parse(JOINED), Precious(weights=WEIGHTS, cache=frozenset(), num_tokens=8))
+    assert [(copy.of, copy.instruction, copy.shape) for copy in found] == [
+        ("weight", "fusion.1", "bf16[64,64]"),
+        ("weight", "fusion.2", "bf16[32,64]"),
+        ("weight", "concatenate.3", "bf16[65,32]"),
+    ]
+
+
+def test_what_may_be_activations_is_no_weights_that_are_joined() -> None:
+    precious = Precious(weights=WEIGHTS, cache=frozenset(), num_tokens=64)
+    assert [copy.instruction for copy in copies(parse(JOINED), precious)] == ["concatenate.3"]
+
+
 def test_scales_are_cache_in_their_own_dtype_alone() -> None:
     cache = frozenset({("s8", 10**6), ("bf16", 2 * 512 * 2), ("f32", 2 * 512 * 2)})
     assert [copy.of for copy in copies(parse(TEXT), Precious(weights=WEIGHTS, cache=cache))].count("cache") == 1
