@@ -1,4 +1,5 @@
-"""Section `kernels`: every implementation that pallas_kernels offers here against NumPy float64, unused cells full of NaN."""
+"""Section `kernels`: every implementation that pallas_kernels offers here against NumPy float64, unused cells full of NaN;
+and the noise of sampling, which is the same on every device."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ import numpy as np
 from gpu_kit import offers
 from gpu_kit.attention_case import CASES, LAYER, LAYERS, PAGE_SIZE, TOLERANCE, Arrays, Case
 from gpu_kit.findings import Findings
+from gpu_kit.noise_case import ALLOWED, DRAWS, VOCAB_SIZE, answer
 from gpu_kit.setting import Setting
+from jdisagg.engine.noise import gumbel
 from jdisagg.kv.group import KVGroup
 from jdisagg.kv.layout import KVLayout, choose_layout
 from jdisagg.kv.spec import KVSpec
@@ -30,7 +33,7 @@ def run(setting: Setting, findings: Findings) -> None:
     layout = _layout("float32")
     names = offers.implementations(platform)
     findings.fact(implementations=", ".join(names), axis_order="heads-major" if layout.heads_major else "tokens-major")
-    parts: dict[str, Callable[[], None]] = {}
+    parts: dict[str, Callable[[], None]] = {"noise of sampling": partial(_noise, findings)}
     for name in sorted(names, key="ref".__eq__):  # the plain one last: it is known, and compiles for as long
         for case in CASES[:: 3 if setting.small else 1]:
             parts[f"{name}, {case.name}"] = partial(_attend, name, case, layout.heads_major, findings)
@@ -97,6 +100,18 @@ def _tokens(dtype: str, findings: Findings) -> None:
     back: KVGroup = gather(scatter(empty, rows))
     for got, wanted in zip(back.arrays, rows.arrays, strict=True):
         _same(f"gather and scatter of tokens, {wanted.dtype}", got, wanted, findings)
+
+
+def _noise(findings: Findings) -> None:
+    drawn = jax.jit(gumbel, static_argnums=3)(*map(jnp.asarray, _columns()), VOCAB_SIZE)
+    wanted = np.stack([answer(*draw, VOCAB_SIZE) for draw in DRAWS])
+    worst = float(np.abs(np.asarray(drawn, np.float64) - wanted).max())
+    findings.check("noise of sampling", worst <= ALLOWED, f"worst difference {worst:.2g}, allowed {ALLOWED:g}")
+
+
+def _columns() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    seeds, choices, positions = zip(*DRAWS, strict=True)
+    return np.array(seeds, np.uint32), np.array(choices, np.int32), np.array(positions, np.int32)
 
 
 def _layout(dtype: str) -> KVLayout:
