@@ -80,7 +80,9 @@ def _make_room(directory: Path, name: str) -> None:
         for path in directory.glob(f"{name}-*.jsonl"):
             if path.stem.removeprefix(f"{name}-").isdecimal():
                 with suppress(OSError):  # another process does the same
-                    written.append((path.lstat().st_mtime, path))
+                    status = path.lstat()
+                    if status.st_uid == os.geteuid():
+                        written.append((status.st_mtime, path))
     for _, path in sorted(written)[: max(0, len(written) - MAX_FILES + 1)]:
         with suppress(OSError):
             path.unlink()

@@ -71,6 +71,16 @@ def test_a_process_that_fails_after_each_start_does_not_fill_the_disk(num_before
     assert left == others | latest
 
 
+def test_files_of_other_users_are_left_and_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = {f"jdisagg-plans-decode-{10_000_000 + pid}.jsonl" for pid in range(2 * MAX_FILES)}
+    for name in theirs:
+        (tmp_path / name).write_text("plans")
+    someone = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: someone + 1)
+    fail(FlightRecorder(tmp_path, "decode"), {})
+    assert {path.name for path in tmp_path.iterdir()} == {*theirs, f"jdisagg-plans-decode-{os.getpid()}.jsonl"}
+
+
 def test_files_that_cannot_be_removed_are_left(tmp_path: Path) -> None:
     for pid in range(2 * MAX_FILES):
         (tmp_path / f"jdisagg-plans-decode-{10_000_000 + pid}.jsonl").mkdir()
