@@ -101,6 +101,10 @@ class DecodeSide:
 
     def on_message(self, handoff: HandoffId, message: PrefillToDecode, now_s: float) -> list[DecodeAction]:
         """A message of the stream `handoff`; one of an older stream or an ended hand-off changes nothing."""
+        if isinstance(message, msg.Lives):
+            if (live := self._live.get(handoff.request_id)) is not None:
+                live.ladder.lives(message.peer)
+            return []
         if (found := self._find(handoff)) is None:
             return [] if isinstance(message, msg.StreamEnded | msg.Quiet | msg.Awake) else self._late()
         record, stream = found

@@ -62,6 +62,10 @@ class Ladder:
         """`peer` did, and it had taken the request; `silently`: or it, or the way to it, stands still."""
         self._went_down[peer] = silently
 
+    def lives(self, peer: str) -> None:
+        """`peer` had not gone down after all."""
+        self._went_down.pop(peer, None)
+
     def busy(self, peer: str, why: str) -> None:
         """`peer` has no room now; `why`: "full", say."""
         self._busy[peer] = why

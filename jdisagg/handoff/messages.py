@@ -195,11 +195,18 @@ class StreamEnded:
 
     reason: str  # "closed" | "dead" | "heartbeat" | "unread" | "unreadable" | "hello" | "deadline" | "unreachable"
     error: RequestError | None = None
-    is_death: bool = False  # P had taken the request and went down, as far as D can know: it does not answer any more
+    is_death: bool = False  # P had taken the request and went down, as far as D can know by now; see Lives
+
+
+@dataclass(frozen=True, slots=True)
+class Lives:
+    """At D, some time after StreamEnded with `is_death`: `peer` answers and is the same process. Only its connection broke."""
+
+    peer: str
 
 
 Down = Open | Grant | Ack | Want | ChunkReady | Declined  # what travels from D to P,
 Up = Accepted | Started | Parked | ChunkReady | Done | Refused | Want | Grant | Ack  # and from P to D
 DecodeToPrefill = Down | StreamEnded
-MadeAtDecode = Agreed | Quiet | Awake  # what D's end of the stream says, not P
+MadeAtDecode = Agreed | Quiet | Awake | Lives  # what D's end of the stream says, not P
 PrefillToDecode = Up | MadeAtDecode | StreamEnded

@@ -29,7 +29,7 @@ from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
 from jdisagg.handoff.events import FromPrefill
 from jdisagg.handoff.identity import Identity
-from jdisagg.handoff.messages import DecodeToPrefill, HandoffId, Open, StreamEnded
+from jdisagg.handoff.messages import DecodeToPrefill, HandoffId, Lives, Open, StreamEnded
 
 log = logging.getLogger(__name__)
 
@@ -215,9 +215,23 @@ class GrpcPeerClient:
                 if ended.reason in ("dead", "heartbeat"):
                     ended = replace(ended, is_death=stream.taken)
                     self._failed(link, ended.error.message if ended.error else ended.reason)
+                if ended.reason == "dead" and ended.is_death:
+                    self._start(self._ask_whether_it_lives(handoff, stream.peer, theirs.epoch))
             if stream.taken or ended.reason not in ("dead", "epoch"):
                 break
         return StreamEnded(reason="hello", error=ended.error) if ended.reason == "epoch" else ended
+
+    async def _ask_whether_it_lives(self, handoff: HandoffId, peer: str, epoch: str) -> None:
+        """A proxy, say, may have cut the connection. The hand-off goes on meanwhile: whose machine is gone does not answer."""
+        link = self._links.of(peer)
+        with link.in_use():
+            try:
+                theirs = await link.hello()
+            except HelloFailed:
+                self._links.give_up(link)
+                return
+        if theirs.epoch == epoch:
+            self._post(FromPrefill(handoff, Lives(peer)))
 
     def _deliver(self, handoff: HandoffId, stream: PeerStream, message: Any) -> None:
         if self._streams.get(handoff) is stream:

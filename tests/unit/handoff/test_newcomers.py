@@ -14,7 +14,7 @@ from jdisagg.core.fleet import MAX_PREFILL_PEERS
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.decode_side import DecodeSide
 from jdisagg.handoff.ladder import Ladder
-from jdisagg.handoff.messages import Accepted, Done, HandoffId, PrefillToDecode, Quiet, Refused, StreamEnded
+from jdisagg.handoff.messages import Accepted, Done, HandoffId, Lives, PrefillToDecode, Quiet, Refused, StreamEnded
 from tests.unit.handoff.late_rig import LATE
 from tests.unit.handoff.rig import CONFIG, DEAD, FIRST, H2, NEVER, H, decode_side, none_of, only, ready, request, stages
 from tests.unit.handoff.test_both_sides import PEER_LISTS, HandoffMachine
@@ -163,6 +163,23 @@ def test_the_only_one_that_went_down_is_asked_once_more_and_then_the_request_may
     error = only(act.Fail, side.on_message(H2, UNREACHED[0], 0.1)).error
     assert type(error) is kind
     assert what in error.message
+
+
+def test_one_whose_connection_was_cut_and_that_answers_as_the_process_it_was_has_not_gone_down() -> None:
+    side, _ = begun("p")
+    side.on_message(H, Accepted(cached_tokens=0), 0.0)
+    side.on_message(H, DIED, 0.0)
+    assert side.on_message(H, Lives("p"), 0.05) == []
+    assert only(act.OpenStream, side.tick(0.1)).peer == "p", "no sooner and no later"
+    side.on_message(H2, Accepted(cached_tokens=0), 0.1)
+    assert type(only(act.Fail, side.on_message(H2, StreamEnded(reason="closed"), 0.2)).error) is HandoffLost
+    assert side.on_message(H, Lives("p"), 0.3) == []
+    side, _ = begun("p0", "p1")
+    for number in (0, 1):
+        side.on_message(stream(number + 1), Accepted(cached_tokens=0), 0.0)
+        actions = side.on_message(stream(number + 1), DIED, 0.0)
+        side.on_message(stream(1), Lives("p0"), 0.0)
+    assert type(only(act.Fail, actions).error) is HandoffLost
 
 
 @pytest.mark.parametrize("other", [*UNREACHED, UNREADABLE, StreamEnded(reason="closed"), Accepted(cached_tokens=0)])

@@ -8,12 +8,13 @@ import socket
 from typing import Any
 
 import pytest
+from chaos_kit.proxy import Proxy
 
 from jdisagg.api.peer.client import GrpcPeerClient
 from jdisagg.api.peer.piece_server import add_peer_service
 from jdisagg.api.peer.server import PeerServer
 from jdisagg.core.config import TransferConfig
-from jdisagg.handoff.messages import Accepted, Agreed, Awake, Grant, Quiet, StreamEnded
+from jdisagg.handoff.messages import Accepted, Agreed, Awake, Grant, Lives, Quiet, StreamEnded
 from tests.unit.wire.peers import H1, H2, Decode, Prefill, lost, opening
 from tests.unit.wire.rig import FAST, identity, run_quiet, start_server, until
 
@@ -73,6 +74,34 @@ def test_a_prefill_worker_that_never_read_what_it_is_asked_did_not_die_of_it():
         assert not d.messages(H1)[-1].is_death
         await d.client.aclose()
         await server.stop(0)
+
+    run_quiet(body())
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_prefill_worker_whose_connection_was_cut_is_told_to_live_once_it_answers_as_the_same_process(restarted: bool):
+    async def body() -> None:
+        p, d, proxy = Prefill(identity()), Decode(), await Proxy(lambda *_: None).start()
+        proxy.target_port = int((await p.start()).rpartition(":")[2])
+        address = f"127.0.0.1:{proxy.port}"
+        for handoff in (H1, H2):
+            d.client.open(address, handoff, opening())
+        await until(lambda: len(p.opened()) == 2)
+        for opened in p.opened():
+            opened.reply.send(Accepted(cached_tokens=0))
+        await until(lambda: d.messages(H1) and d.messages(H2))
+        if restarted:
+            p.service._identity = dataclasses.replace(p.service._identity, epoch="epoch-2")
+        proxy.cut()
+        await until(lambda: d.ends(H1) and d.ends(H2))
+        assert all(d.messages(handoff)[-1].is_death for handoff in (H1, H2)), "known at once, as of one that is gone"
+        await until(lambda: (link := d.client._links.find(address)) and link._hello and link._hello.done())
+        await asyncio.sleep(0.05)
+        told = sorted((event.handoff.serial, event.message) for event in d.events if isinstance(event.message, Lives))
+        assert told == ([] if restarted else [(handoff.serial, Lives(address)) for handoff in (H1, H2)])
+        await d.client.aclose()
+        await p.server.stop(0)
+        await proxy.close()
 
     run_quiet(body())
 
