@@ -147,6 +147,12 @@ class Edges:
             await self._fleet.announce()
         return await self.engine.drain(deadline_s)
 
+    def send_away(self) -> None:
+        """After `drain`: what still runs is told to go elsewhere."""
+        self.engine.close()
+        if self._deployment.peer_server is not None:
+            self._deployment.peer_server.send_away()
+
     async def until_read(self, deadline_s: float) -> None:
         """After `drain`: wait until clients have read their answers, and routers have taken theirs."""
         if self._edge is not None:

@@ -89,7 +89,7 @@ async def serve(config: Config, process: Process) -> int:
         )
     )
     deadline_s = await process.drained(edges.drain, config.server.drain_s)
-    edges.engine.close()
+    edges.send_away()
     await edges.until_read(deadline_s)
     await http.stop(deadline_s)
     await grpc_server.stop(1.0)

@@ -31,6 +31,9 @@ class PieceServer(peer_pb2_grpc.PeerServiceServicer):
     def drain(self) -> None:
         """Nothing new is taken on from now; what only lends has nothing to refuse."""
 
+    def send_away(self) -> None:
+        """Nothing that was taken on goes on: see `drain`."""
+
     async def Hello(self, request: peer_pb2.HelloRequest, context: grpc.aio.ServicerContext) -> peer_pb2.HelloResponse | None:
         """Not here."""
         end_call(context, grpc.StatusCode.UNIMPLEMENTED, NO_PREFILL)

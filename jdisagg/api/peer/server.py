@@ -82,12 +82,24 @@ class PeerServer(PieceServer):
         self._told_broken, self._told_unread = (Seldom(TOLD_EVERY_S, TOLD_FIRST) for _ in range(2))
         self._pulses: WeakValueDictionary[str, SharedPulse] = WeakValueDictionary()  # of those who have streams, by Open.pulse
         self._workers: dict[str, str] = {}  # by their connection, those that said Hello on it
-        self.num_streams = 0  # open ones, each of a hand-off
+        self._replies: set[StreamReply] = set()  # of open streams, each of a hand-off
         self._draining = False
 
     def drain(self) -> None:
         """Say from now on that new hand-offs are refused; the engine refuses them. On the loop."""
         self._draining = True
+
+    def send_away(self) -> None:
+        """Refuse what is left when the time to drain is over, before the streams break: nobody died of it. On the loop."""
+        error = Unavailable(f"{self._identity.worker} has drained for as long as it may, and ends")
+        for reply in self._replies:
+            reply.send(Refused(error=error))
+            reply.close()
+
+    @property
+    def num_streams(self) -> int:
+        """Open ones."""
+        return len(self._replies)
 
     async def Hello(self, request: peer_pb2.HelloRequest, context: grpc.aio.ServicerContext) -> peer_pb2.HelloResponse | None:
         """Settle protocol and backend, or refuse with the field that does not match."""
@@ -121,13 +133,13 @@ class PeerServer(PieceServer):
         write = asyncio.create_task(reply.pump(context.write, self._config.heartbeat_s))
         posts = Posts(self._post)
         opening = asyncio.create_task(self._open(posts, PeerOpened(handoff, opened, context.peer(), reply)))
-        self.num_streams += 1
+        self._replies.add(reply)
         try:
             try:
                 reason, unread = await self._converse(handoff, request_iterator, reply, write, pulse, post=posts.put)
                 cut_short = not write.done()
             finally:
-                self.num_streams -= 1
+                self._replies.discard(reply)
                 opening.cancel()
                 reply.abandon()
                 posts.end(PeerMessage(handoff, StreamEnded(reason=reason)))

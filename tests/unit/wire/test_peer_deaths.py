@@ -14,9 +14,10 @@ from jdisagg.api.peer.client import GrpcPeerClient
 from jdisagg.api.peer.piece_server import add_peer_service
 from jdisagg.api.peer.server import PeerServer
 from jdisagg.core.config import TransferConfig
-from jdisagg.handoff.messages import Accepted, Agreed, Awake, Grant, Lives, Quiet, StreamEnded
+from jdisagg.core.errors import Unavailable
+from jdisagg.handoff.messages import Accepted, Agreed, Awake, Grant, Lives, Quiet, Refused, StreamEnded
 from tests.unit.wire.peers import H1, H2, Decode, Prefill, lost, opening
-from tests.unit.wire.rig import FAST, identity, run_quiet, start_server, until
+from tests.unit.wire.rig import FAST, WAIT_LIMIT_S, identity, run_quiet, start_server, until
 
 
 @pytest.mark.covers("X22")
@@ -59,6 +60,31 @@ def test_a_prefill_worker_that_goes_down_with_what_it_has_taken_died_if_only_bef
         await until(lambda: d.ends(H2))
         ends = [(end.reason, end.is_death) for end in (d.messages(H1)[-1], d.messages(H2)[-1]) if isinstance(end, StreamEnded)]
         assert ends == [("dead", True), ("unreachable", False)]
+        await d.client.aclose()
+
+    run_quiet(body())
+
+
+def test_a_prefill_worker_whose_time_to_drain_is_over_has_not_gone_down_with_what_is_left():
+    async def body() -> None:
+        p, d = Prefill(identity()), Decode()
+        address = await p.start()
+        for handoff in (H1, H2):
+            d.client.open(address, handoff, opening())
+        await until(lambda: len(p.opened()) == 2)
+        p.opened()[0].reply.send(Accepted(cached_tokens=0))  # the other one waits for its turn
+        await until(lambda: any(d.messages(handoff) for handoff in (H1, H2)))
+        p.service.drain()
+        p.service.send_away()
+        await p.server.stop(WAIT_LIMIT_S)  # it waits for the streams
+        await until(lambda: d.ends(H1) and d.ends(H2))
+        for handoff in (H1, H2):
+            *_, refused, ended = d.messages(handoff)
+            assert isinstance(refused, Refused)
+            assert isinstance(refused.error, Unavailable)
+            assert isinstance(ended, StreamEnded)
+            assert (ended.reason, ended.is_death) == ("closed", False)
+        assert (p.ends(), p.service.num_streams) == (["closed", "closed"], 0)
         await d.client.aclose()
 
     run_quiet(body())
