@@ -20,8 +20,9 @@ _DEADLINES = (
     "; a deadline is the request's timeout_s, and at most --default-deadline-s of the server, or --request-timeout-s of a "
     "batch without one"
 )
-# OpenAI's clients would by themselves have it computed three times, or end three times as many workers
-_NOT_AGAIN = (DeadlineExceeded, Deadly, Quarantined)
+# OpenAI's clients would by themselves have it computed three times, or end three times as many workers; where one worker ended,
+# it is most likely that worker's fault
+_NOT_AGAIN = (DeadlineExceeded, Quarantined)
 
 
 def error_object(error: JdisaggError) -> dict[str, Any]:
@@ -34,7 +35,7 @@ def error_object(error: JdisaggError) -> dict[str, Any]:
 
 def error_response(error: JdisaggError) -> JSONResponse:
     """The error with its HTTP status; 429 and 503 say when to come back, others that it is of no use."""
-    if isinstance(error, _NOT_AGAIN):
+    if isinstance(error, _NOT_AGAIN) or (isinstance(error, Deadly) and error.num_down > 1):
         return JSONResponse(error_object(error), error.http_status, headers={"x-should-retry": "false"})
     retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 1.0
     return JSONResponse(error_object(error), error.http_status, headers=_headers(error.http_status, retry_after_s))

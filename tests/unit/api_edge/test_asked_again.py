@@ -33,7 +33,8 @@ from tests.unit.wire.rig import until
         (HandoffLost("every rung failed"), 502, (None, None)),
         (NumericalError("NaN logits"), 500, (None, None)),
         (DeadlineExceeded("late"), 504, ("false", None)),
-        (Deadly("four prefill workers went down with it", num_down=4), 502, ("false", None)),
+        (Deadly("two prefill workers went down with it", num_down=2), 502, ("false", None)),
+        (Deadly("the only prefill worker went down with it", num_down=1), 502, (None, None)),
         (Quarantined("in flight when 2 workers went down"), 502, ("false", None)),
     ],
 )
