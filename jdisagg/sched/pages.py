@@ -68,10 +68,12 @@ class PageBook:
         holding.num_indexed = len(hits)
 
     def share(self, holding: Holding, donor: Holding, num_pages: int) -> None:
-        """Take references to the donor's first pages as the leading ones of an empty holding. Not all need be in the index."""
+        """Take references to the donor's first pages as the leading ones of an empty holding. What the donor would offer to the
+        index, this one does; nobody offers what was taken out of it."""
         self.pin(holding, tuple(donor.pages[:num_pages]))
         holding.keys = donor.keys[:num_pages]
-        holding.twins = [i for i, page in enumerate(holding.pages) if not self._index.has(page)]
+        holding.twins = [i for i in range(len(holding.pages)) if i in donor.twins or i >= donor.num_indexed]
+        holding.is_private = donor.is_private
 
     def grow(self, holding: Holding, num_pages: int) -> tuple[int, ...] | None:
         """Extend to `num_pages` pages; the new ones (maybe none), or None and no change when memory is short. What it was

@@ -25,7 +25,7 @@ class Holding:
     keys: list[bytes] = field(default_factory=list)  # of the leading full pages hashed so far
     num_indexed: int = 0  # leading pages offered to the prefix index, if there is one
     twins: list[int] = field(default_factory=list)  # of them, those that are not in it: another page had their tokens already
-    is_private: bool = False  # it lived when the index was reset: nothing of it is offered any more
+    is_private: bool = False  # it, or who it is forked from, lived when the index was reset: it offers nothing any more
     num_promised: int = 0  # pages set aside for it that it has not taken yet
     held_tokens: int = 0  # leading tokens a remote sequence found at add(); their pages are pinned from then on
 

@@ -162,6 +162,46 @@ def test_sharing_takes_references_and_keys_of_the_leading_pages() -> None:
     pages.check([])
 
 
+def _forked(pages: PageBook, donor: Holding) -> Sequence:
+    """A choice that shares the donor's three full pages and has filled one more."""
+    choice = computed(book(), 0, (*PROMPT[:12], 20, 21, 22, 23))
+    choice.holding = Holding()
+    pages.share(choice.holding, donor, 3)
+    assert pages.grow(choice.holding, 4) is not None
+    choice.num_computed = 16
+    pages.cache_full_pages(choice)
+    return choice
+
+
+def test_a_choice_that_is_forked_later_offers_no_page_that_is_not_trusted() -> None:
+    pages = book()
+    bad, sharer = computed(pages, 12), Holding()
+    pages.share(sharer, bad.holding, 3)
+    pages.distrust(bad.holding)
+    pages.drop(bad.holding)
+    choice = _forked(pages, sharer)
+    assert pages.find(bad, 13) == ()
+    pages.check([sharer, choice.holding])
+
+
+def test_a_choice_that_is_forked_from_one_that_lived_at_a_reset_offers_nothing() -> None:
+    pages = book()
+    one = computed(pages, 12)
+    pages.reset_index([one.holding])
+    choice = _forked(pages, one.holding)
+    assert pages.describe_index()["pages"] == 0
+    pages.check([one.holding, choice.holding])
+
+
+def test_a_choice_offers_what_it_shares_and_the_donor_has_not_offered_yet_or_had_as_a_twin() -> None:
+    pages = book()
+    first, donor = computed(pages, 4), computed(pages, 4)
+    donor.num_computed = 12  # the second and third page are full, and are offered with the next one
+    choice = _forked(pages, donor.holding)
+    assert pages.find(choice, 16) == (first.holding.pages[0], *choice.holding.pages[1:])
+    assert choice.holding.twins == [0]
+
+
 def test_pages_are_pinned_only_at_the_start_of_a_sequence() -> None:
     pages = book()
     one = computed(pages, 12)
