@@ -106,11 +106,11 @@ class PageBook:
             self._record(self._journal, sequence, new)
 
     def drop(self, holding: Holding) -> None:
-        """Give every page back and forget the promise; keys stay, tokens do not change. Pages found in place of its own, before
-        those of its own that are found, are not to be evicted before these."""
+        """Give every page back and forget the promise; keys stay, tokens do not change. Of pages that are found in place
+        of its own, and of its own among these, none is to be evicted before those behind it."""
         self._allocator.free(holding.pages)
-        for i in reversed(holding.twins):
-            self._allocator.touch(self._index.match_keys(holding.keys[i : i + 1]))
+        if holding.twins:
+            self._allocator.touch(reversed(self._index.match_keys(holding.keys[: len(holding.pages)])))
         holding.pages.clear()
         holding.twins.clear()
         holding.num_indexed = holding.held_tokens = 0

@@ -126,6 +126,20 @@ def test_pages_whose_tokens_another_one_has_are_offered_again_when_that_is_gone(
     pages.check([twin.holding, taken])
 
 
+def test_the_head_of_a_prefix_that_two_have_computed_in_turns_is_evicted_last() -> None:
+    pages = book()
+    one, other = computed(pages, 4), computed(pages, 8)
+    one.num_computed = 12
+    pages.cache_full_pages(one)
+    whole = pages.find(one, 12)
+    assert whole == (one.holding.pages[0], other.holding.pages[1], one.holding.pages[2])
+    pages.drop(other.holding)
+    pages.drop(one.holding)
+    for left in (2, 1, 0):
+        assert pages.grow(Holding(), pages.num_free - left) is not None
+        assert pages.find(one, 12) == whole[:left]
+
+
 def test_twins_are_forgotten_with_their_pages() -> None:
     pages = book()
     first, twin = computed(pages, 8), computed(pages, 8)
