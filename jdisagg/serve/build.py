@@ -84,6 +84,7 @@ def _add_prefill(deployment: Deployment, address: str, credentials: Credentials,
         pieces=backends.store,
         config=core.config.transfer,
         grammars=core.grammars,
+        is_over=lambda: any(engine.is_over for engine in deployment.engines),
     )
     role = prefill_role(core, backends.publishers, _borrowed(deployment, credentials))
     deployment.closers.append(backends.publishers.close)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from time import monotonic
 from weakref import WeakValueDictionary
@@ -70,14 +70,16 @@ class PeerServer(PieceServer):
         pieces: PieceStore | None,
         config: TransferConfig,
         grammars: Grammars | None = None,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         """`post` must be thread-safe and not block; `pieces` is None when the grpc backend is not served; `grammars`: the
-        engine's."""
+        engine's; `is_over`: whether that has raised."""
         super().__init__(pieces)
         self._identity = identity
         self._post = post
         self._config = config
         self._grammars = grammars
+        self._is_over = is_over
         self._serials = itertools.count(1)
         self._told_broken, self._told_unread = (Seldom(TOLD_EVERY_S, TOLD_FIRST) for _ in range(2))
         self._pulses: WeakValueDictionary[str, SharedPulse] = WeakValueDictionary()  # of those who have streams, by Open.pulse
@@ -125,6 +127,8 @@ class PeerServer(PieceServer):
             opened, pulse = await self._read_open(request_iterator)
         except RequestError as error:
             return refuse(context, error)
+        if self._is_over():  # this process ends in a moment: who comes now does not go down with it
+            return end_call(context, grpc.StatusCode.UNAVAILABLE, "its engine has stopped; see its log")
         with suppress(grpc.aio.BaseError):  # D is gone, as it turns out below
             await context.send_initial_metadata(((TAKEN, "1"),))  # so that it knows, should this process die of it
         handoff = HandoffId(opened.request.request_id, next(self._serials))

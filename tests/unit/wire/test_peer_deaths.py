@@ -90,6 +90,25 @@ def test_a_prefill_worker_whose_time_to_drain_is_over_has_not_gone_down_with_wha
     run_quiet(body())
 
 
+def test_who_comes_to_a_prefill_worker_whose_engine_has_raised_does_not_go_down_with_it():
+    async def body() -> None:
+        p, d = Prefill(identity()), Decode()
+        address = await p.start()
+        d.client.open(address, H1, opening())
+        await until(p.opened)
+        p.service._is_over = lambda: True
+        d.client.open(address, H2, opening())
+        await until(lambda: d.ends(H2))
+        assert len(p.opened()) == 1, "its engine would not look at it any more"
+        await p.server.stop(0)
+        await until(lambda: d.ends(H1))
+        ends = [(end.reason, end.is_death) for end in (d.messages(H1)[-1], d.messages(H2)[-1]) if isinstance(end, StreamEnded)]
+        assert ends == [("dead", True), ("dead", False)]
+        await d.client.aclose()
+
+    run_quiet(body())
+
+
 def test_a_prefill_worker_that_never_read_what_it_is_asked_did_not_die_of_it():
     async def body() -> None:
         silent, d = _Silent(identity(), post=lambda event: None, pieces={}, config=FAST), Decode()
