@@ -1,6 +1,6 @@
 """`python -m jdisagg.aot --model DIR|CONFIG --topology v6e:2x4 --tp 8`: does it fit, does it compile, how fast can it be?
 
-Exit status: 0 yes (or every gate holds), 1 no, 2 a command that cannot be answered.
+Exit status: 0 yes (or every gate holds), 1 no, 2 a command that cannot be answered, be it only now.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
         return importlib.import_module(_MODULE).run(command)
     except ConfigError as error:
         print(f"jdisagg.aot: {error.message}", file=sys.stderr)
-        return EXIT_BAD_COMMAND
+        return EXIT_BAD_COMMAND  # also for an error whose `exit_status` is 1, which is "no" here
 
 
 if __name__ == "__main__":

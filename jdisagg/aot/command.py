@@ -22,7 +22,8 @@ EPILOG = """examples:
   python -m jdisagg.aot --config configs/llama3-8b-h200.toml --model configs/models/llama3-8b.json --topology h200
   python -m jdisagg.aot --gates --topology v6e:2x2
 
-Exit status: 0 it fits and compiles (or every gate holds), 1 it does not, 2 a command that cannot be answered."""
+Exit status: 0 it fits and compiles (or every gate holds), 1 it does not, 2 a command that cannot be answered, be it
+only now: the model's config.json cannot be fetched, say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+import jdisagg.aot.run as run_module
 from jdisagg.aot.__main__ import main
 from jdisagg.aot.command import parse_command
 from jdisagg.aot.run import run
-from jdisagg.core.errors import ConfigError
+from jdisagg.core.errors import ConfigError, NotFetched
 from tests.unit.aot.test_budget import MODELS
 
 
@@ -55,6 +56,17 @@ def test_an_answer_that_cannot_be_written_is_no_no(capsys: pytest.CaptureFixture
 def test_a_question_that_cannot_be_answered_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--topology", "v9:1", "--model", "demo"]) == 2
     assert capsys.readouterr().err.startswith("jdisagg.aot: --topology: got 'v9:1', wanted one of v5e:2x2")
+
+
+def test_a_model_that_cannot_be_fetched_now_is_not_said_not_to_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(_: object) -> None:
+        raise NotFetched("--model: the Hub says nothing")
+
+    monkeypatch.setattr(run_module, "check", refuse)
+    assert main(["--topology", "cpu:1", "--model", "someone/model"]) == 2
+    assert capsys.readouterr().err == "jdisagg.aot: --model: the Hub says nothing\n"
 
 
 @pytest.mark.parametrize(("topology", "status"), [("v6e:1x1", 0), ("v5e:1x1", 1)])
