@@ -73,6 +73,7 @@ def test_of_peers_that_died_nothing_is_left() -> None:
             await until(lambda handoff=handoff: d.messages(handoff))
             await p.server.stop(0)
             await until(lambda handoff=handoff: d.ends(handoff))
+            await until(lambda: not d.client._tasks)  # it is asked once whether it lives
         assert await callers(address) == 0
         await d.client.aclose()
 
