@@ -39,6 +39,7 @@ class GrammarKind(Enum):
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     LARK = "lark"
+    BAD_WORDS = "bad_words"  # a JSON list of strings that the text does not hold
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ def grammars_of(tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: tup
         why = "the model names no EOS token, with which an answer would end"
     else:
         try:
-            grammars = Grammars(Vocabulary(tokenizer.to_json(), max(vocab_size, tokenizer.vocab_size), eos))
+            size, special = max(vocab_size, tokenizer.vocab_size), tuple(sorted(tokenizer.special_ids))
+            grammars = Grammars(Vocabulary(tokenizer.to_json(), size, eos, special))
         except ValueError as error:
             why = str(error)
         else:

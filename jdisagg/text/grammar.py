@@ -1,4 +1,5 @@
-"""Grammars compiled for one tokenizer, and where in its grammar a generated text stands. llguidance does the work.
+"""Grammars compiled for one tokenizer, and where in its grammar a generated text stands. llguidance does the work, but for
+`bad_words`.
 
     ahead (a thread of whoever takes the request in)      compiled, and held as long as the request is here
     matcher (engine, per sequence)                        a copy of what was kept, moved on by the tokens there are
@@ -15,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from weakref import WeakValueDictionary
 
 import llguidance
@@ -23,6 +24,7 @@ import llguidance
 from jdisagg.core.errors import InvalidRequest, Overloaded, RequestError, Unavailable
 from jdisagg.core.requests import Grammar, GrammarKind
 from jdisagg.core.told import told
+from jdisagg.text.bad_words import BadWords, TokenTexts, WordsMatcher, read_texts
 from jdisagg.text.grammar_tokenizer import read_tokenizer
 from jdisagg.text.schema_annotations import readable_text
 
@@ -86,13 +88,14 @@ class Vocabulary:
     tokenizer_json: str
     size: int
     eos_token_ids: tuple[int, ...]
+    special_ids: tuple[int, ...] = ()  # of tokens that are no text, beside those
 
 
 @dataclass(eq=False)
 class Compiled:
-    """A grammar at its beginning; its matchers are copies. Who holds this has no other compiled."""
+    """A grammar at its beginning. Who holds this has no other compiled."""
 
-    matcher: llguidance.LLMatcher
+    matcher: llguidance.LLMatcher | BadWords
 
 
 class Matcher:
@@ -136,6 +139,10 @@ class Grammars:
         self._renewing: set[Grammar] = set()
         self._compiling: dict[Grammar, asyncio.Task[Compiled]] = {}  # ahead
 
+    @cached_property
+    def _texts(self) -> TokenTexts:  # of 150,000 tokens in 0.3 s, for the first who needs them
+        return read_texts(self._tokenizer, {*self.vocabulary.eos_token_ids, *self.vocabulary.special_ids})
+
     async def ahead(self, grammar: Grammar) -> Compiled:
         """While this is held, `matcher` takes no time for it. Raises as `compile` does, Overloaded while too much is held,
         Unavailable where no thread is left, and RequestError when something else is in the way, which is logged. From one event
@@ -160,10 +167,12 @@ class Grammars:
         if not compiling.cancelled():
             compiling.exception()  # who waited may have gone, and asyncio logs what nobody was told
 
-    def matcher(self, grammar: Grammar) -> Matcher:
+    def matcher(self, grammar: Grammar) -> Matcher | WordsMatcher:
         """At the grammar's beginning. Raises as `compile` does."""
         held = self.compile(grammar)
         latest = held.matcher
+        if isinstance(latest, BadWords):
+            return latest.beginning()
         return Matcher(latest.deep_copy(), partial(self._renew, grammar, held, latest))
 
     def compile(self, grammar: Grammar) -> Compiled:
@@ -213,8 +222,10 @@ class Grammars:
             with self._lock:
                 self._renewing.discard(grammar)
 
-    def _compile(self, grammar: Grammar) -> llguidance.LLMatcher:
+    def _compile(self, grammar: Grammar) -> llguidance.LLMatcher | BadWords:
         try:
+            if grammar.kind is GrammarKind.BAD_WORDS:
+                return BadWords(grammar.text, self._texts)
             read = _READERS[grammar.kind](grammar.text)
             matcher = llguidance.LLMatcher(self._tokenizer, read, log_level=_QUIET, limits=_LIMITS[grammar.kind])
             first = matcher.compute_bitmask()  # of every sequence: what it finds is kept, too

@@ -3,7 +3,7 @@
 Some few kilobytes of regular expressions can take for ever, gigabytes, or the stack. Started by `GrammarGate` as
 `python -m jdisagg.text.grammar_checker`; lines of JSON come and go:
 
-    {"tokenizer_json": .., "size": .., "eos_token_ids": [..]}     first, once
+    {"tokenizer_json": .., "size": .., "eos_token_ids": [..], "special_ids": [..]}     first, once
     {"kind": .., "text": ..}    ->    {}                          it is being compiled: what ends this process now, it did
                                 ->    {"error": ".."}             "" = it compiles
 """
@@ -31,7 +31,8 @@ def main() -> None:
     """Answer until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server's own end closes standard input
     given = json.loads(sys.stdin.readline())
-    vocabulary = Vocabulary(given["tokenizer_json"], given["size"], tuple(given["eos_token_ids"]))
+    eos, special = tuple(given["eos_token_ids"]), tuple(given["special_ids"])
+    vocabulary = Vocabulary(given["tokenizer_json"], given["size"], eos, special)
     grammars = Grammars(vocabulary, most_kept=0)  # those before would take of what this one has
     _, most = resource.getrlimit(resource.RLIMIT_AS)  # whoever started the server may have set one
     wanted = _address_space() + _MOST_BYTES

@@ -18,7 +18,7 @@ from jdisagg.api.generation.scores import check_prompt_scores, most_answer_token
 from jdisagg.core.errors import InvalidRequest, ModelNotFound
 from jdisagg.core.fleet import ModelCard
 from jdisagg.core.requests import EngineRequest, Grammar, SamplingParams
-from jdisagg.text.bad_words import without
+from jdisagg.text.bad_words import MAX_BAD_LENGTH, MAX_BAD_WORDS, without
 from jdisagg.text.stops import Stop
 from jdisagg.text.tokenizer import Tokenizer
 
@@ -30,8 +30,6 @@ MAX_SEQUENCES = 1024  # prompts times choices of one client request
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters
 BAD_WORDS = "bad_words"
-MAX_BAD_WORDS = 100
-MAX_BAD_LENGTH = 128  # characters: longer ones that repeat themselves have too many states to be kept out to the end
 
 
 def most_tokens(given: int | None) -> float | None:
@@ -114,8 +112,7 @@ async def admit(
     check_model(request.model, card)
     _check_counts(request)
     if bad_words := request.conversion.bad_words:
-        grammar = without(bad_words, (i for i in tokenizer.special_ids if i < card.vocab_size))
-        request = replace(request, sampling=replace(request.sampling, grammar=grammar))
+        request = replace(request, sampling=replace(request.sampling, grammar=without(bad_words)))
     check_sampling(request.sampling, card)
     for prompt in request.prompts:
         is_cut = request.conversion.most_prompt_tokens is not None

@@ -9,6 +9,7 @@ import json
 import resource
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from time import monotonic
 
 import psutil
@@ -106,7 +107,7 @@ def test_a_limit_that_whoever_started_the_server_has_set_is_kept(
         monkeypatch.setattr(owner, name, lambda *_: None)
     monkeypatch.setattr(grammar_checker.threading, "excepthook", None)
     vocabulary = demo_vocabulary()
-    given = {"tokenizer_json": vocabulary.tokenizer_json, "size": vocabulary.size, "eos_token_ids": vocabulary.eos_token_ids}
+    given = asdict(vocabulary)
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(given) + "\n"))
     grammar_checker.main()
     soft, kept = limits[resource.RLIMIT_AS]

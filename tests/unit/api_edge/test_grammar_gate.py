@@ -14,6 +14,7 @@ from jdisagg.api.generation.grammar_gate import MOST_KNOWN, MOST_WAITING, Gramma
 from jdisagg.core.errors import InvalidRequest, Overloaded
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Grammar
+from jdisagg.text.bad_words import without
 from jdisagg.text.grammar_checker import MOST_S
 from tests.unit.api_edge.gate_rig import ENDLESS, GOOD, passed, pid_of, refused
 from tests.unit.text.grammar_rig import demo_vocabulary, lark, regex, schema
@@ -70,8 +71,10 @@ def test_what_is_wrong_with_a_grammar_is_said_and_ends_no_process() -> None:
             (schema("{"), "EOF"),
             (regex("\ud800"), "surrogates"),
             (lark(""), "Empty"),
+            (without([""]), "strings of 1 to"),
         ):
             assert why in await refused(gate, bad)
+        await gate.prepare(without(["import"]))
         assert pid_of(gate) == first
         await gate.aclose()
 

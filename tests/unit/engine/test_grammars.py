@@ -18,6 +18,7 @@ from jdisagg.engine.build import make_runner
 from jdisagg.engine.compiles import CompileCounter
 from jdisagg.engine.sampler import sample
 from jdisagg.engine.warmup import warm_up
+from jdisagg.text.bad_words import without
 from jdisagg.text.grammar import Grammars, Vocabulary
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.engine.support import Driver, admit, chunk_up, load
@@ -74,6 +75,18 @@ def _admitted(slot: int, pages: range, sampling: SamplingParams, generated: tupl
 
 def text_of(tokens: list[int]) -> str:
     return tokenizer().decode(tokens)
+
+
+def test_an_answer_with_bad_words_is_the_models_own_up_to_the_first_of_them_and_holds_none() -> None:
+    run, banned = driver(), list[str]()
+    free = before = text_of(answer(run, 0, GREEDY))
+    for _ in range(4):
+        banned.append(before[4:6])
+        text = text_of(answer(run, 0, replace(GREEDY, grammar=without(banned))))
+        assert not [word for word in banned if word in text]
+        assert text[:3] == before[:3]
+        before = text
+    assert before != free
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

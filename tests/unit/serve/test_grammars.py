@@ -14,6 +14,7 @@ import jdisagg
 from jdisagg.core.requests import Grammar, GrammarKind
 from jdisagg.models.resolve import eos_token_ids
 from jdisagg.serve.grammars import grammars_of
+from jdisagg.text.bad_words import without
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.text.grammar_rig import allowed, demo_tokenizer
 
@@ -40,6 +41,12 @@ def test_the_demo_serves_them_and_both_engines_of_a_process_have_the_same_object
     matcher = one.matcher(Grammar(GrammarKind.REGEX, "a"))
     matcher.advance(tokenizer.encode("a", add_special_tokens=False))
     assert allowed(matcher) == set(eos)
+
+
+def test_the_special_tokens_are_known_which_are_no_text() -> None:
+    grammars = grammars_of(demo_tokenizer(), demo_tokenizer().vocab_size, eos_token_ids(DEMO))
+    assert grammars is not None
+    assert allowed(grammars.matcher(without(["<|system|>"]))) >= demo_tokenizer().special_ids
 
 
 @pytest.mark.parametrize(

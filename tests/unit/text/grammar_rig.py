@@ -12,8 +12,10 @@ import pytest
 
 import jdisagg
 from jdisagg.core.requests import Grammar, GrammarKind
+from jdisagg.engine.grammar_rows import Matcher
 from jdisagg.models.resolve import eos_token_ids
-from jdisagg.text.grammar import Grammars, Matcher, Vocabulary
+from jdisagg.text.bad_words import BadWords
+from jdisagg.text.grammar import Grammars, Vocabulary
 from jdisagg.text.tokenizer import Tokenizer
 
 DEMO = Path(jdisagg.__file__).parent / "demo"
@@ -28,7 +30,7 @@ def demo_tokenizer() -> Tokenizer:
 
 
 def vocabulary(tokenizer: Tokenizer, eos: tuple[int, ...], size: int | None = None) -> Vocabulary:
-    return Vocabulary(tokenizer.to_json(), size or tokenizer.vocab_size, eos)
+    return Vocabulary(tokenizer.to_json(), size or tokenizer.vocab_size, eos, tuple(tokenizer.special_ids))
 
 
 @lru_cache(maxsize=1)
@@ -50,7 +52,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, grammars: Grammars, text: str, erro
     """From now on the library raises `error` for that one."""
     compile_ = grammars._compile
 
-    def compile_or_fail(grammar: Grammar) -> llguidance.LLMatcher:
+    def compile_or_fail(grammar: Grammar) -> llguidance.LLMatcher | BadWords:
         if grammar.text == text:
             raise error
         return compile_(grammar)
