@@ -107,7 +107,7 @@ _SHARED: dict[str, Any] = {
     "allowed_token_ids": _TOKEN_IDS | {"maxItems": MAX_ALLOWED},
     "bad_words": {
         "oneOf": [_BAD_WORD, {"type": "array", "items": _BAD_WORD, "maxItems": MAX_BAD_WORDS}],
-        "description": "texts that are no part of the answer's",
+        "description": f"texts that are no part of the answer's; as a JSON list of at most {MAX_GRAMMAR_BYTES} bytes",
     },
 }
 _NAMED = {"type": "object", "properties": {"name": _STRING | {"minLength": 1}}, "required": ["name"]}

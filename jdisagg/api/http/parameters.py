@@ -115,7 +115,7 @@ def read_request(
 
 def _bad_words(body: Body, sampling: SamplingParams) -> tuple[str, ...]:
     """vLLM's `bad_words`, which is a grammar, too."""
-    words = body.texts(BAD_WORDS)
+    words = () if body.get(BAD_WORDS) is False else body.texts(BAD_WORDS)
     if words and sampling.grammar is not None:
         told = f"{BAD_WORDS}: {body.names[GRAMMAR]} says already what the answer has to be; leave out one of the two"
         raise InvalidRequest(told, field=BAD_WORDS)

@@ -98,6 +98,7 @@ REFUSED_IN_CHAT: list[tuple[str, Any]] = [
 ACCEPTED: list[tuple[str, Any]] = [
     ("allowed_token_ids", []),
     ("bad_words", []),
+    ("bad_words", False),
     ("response_format", {}),
     ("response_format", {"type": "text"}),
     ("structured_outputs", {}),
