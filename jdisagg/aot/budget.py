@@ -105,7 +105,7 @@ def make_budget(
         limit_bytes=limit,
         usable_bytes=usable,
         weights_bytes=weights,
-        steps_bytes=steps_bytes(form.spec, config.scheduler),
+        steps_bytes=steps_bytes(form.spec, layout, config, engine.role),
         moving_bytes=moving_bytes(layout, config, engine.role),
         page_bytes=page_bytes,
         pool_bytes=num_pages * page_bytes,

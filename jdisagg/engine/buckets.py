@@ -10,7 +10,7 @@ SCORE_ROWS = 64  # tokens of prompts that get log-probabilities in one call, who
 PREFILL_TILE = 16  # queries that share one page gather; prompts are padded to whole tiles
 _MAX_PREFILL_BUCKETS = 4
 _MAX_DECODE_BUCKETS = 4  # each takes about 3 CPU seconds to compile on first start
-_MAX_SAMPLING_ROWS = 16  # sequences that may end their prompt in one prefill step
+MAX_SAMPLING_ROWS = 16  # sequences that may end their prompt in one prefill step
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -31,9 +31,7 @@ def prefill_buckets(max_num_batched_tokens: int, max_num_seqs: int) -> tuple[Pre
     sizes = [-(-max_num_batched_tokens // PREFILL_TILE) * PREFILL_TILE]
     while sizes[-1] > 4 * PREFILL_TILE and len(sizes) < _MAX_PREFILL_BUCKETS:
         sizes.append(-(-sizes[-1] // (2 * PREFILL_TILE)) * PREFILL_TILE)
-    return tuple(
-        PrefillBucket(size, min(size // PREFILL_TILE, max_num_seqs, _MAX_SAMPLING_ROWS)) for size in sorted(set(sizes))
-    )
+    return tuple(PrefillBucket(size, min(size // PREFILL_TILE, max_num_seqs, MAX_SAMPLING_ROWS)) for size in sorted(set(sizes)))
 
 
 def decode_buckets(max_num_seqs: int, *, least: int = 1) -> tuple[int, ...]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from jdisagg.core.config import LEAST_MODEL_LEN, CacheConfig, Config, LocalPrefill, Numerics, SchedulerConfig
+from jdisagg.core.config import LEAST_MODEL_LEN, CacheConfig, Config, LocalPrefill, Numerics
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.requests import Role
-from jdisagg.engine.buckets import SCORE_ROWS, decode_buckets, prefill_buckets
+from jdisagg.engine.buckets import MAX_SAMPLING_ROWS, SCORE_ROWS, decode_buckets, prefill_buckets
 from jdisagg.engine.device import DeviceShape
 from jdisagg.engine.host_copies import MOST_BYTES
 from jdisagg.engine.runner import RunnerShape
@@ -23,7 +23,8 @@ from jdisagg.models.spec import ModelSpec
 
 SMALL_CACHE_BYTES = 2**30  # on CPU, and where every step copies the cache
 _ACTIVATIONS = 8  # float32 copies of the widest activation that a step may hold at once
-_LOGITS = 13  # of [rows, vocabulary]: two in the decode state, and sampling holds up to 10.3 on TPU, 5.8 on a GPU
+_STATE = 3  # float32 [slots, vocabulary]: two in the decode state, and what a step without sampling adds
+_SAMPLED, _SAMPLED_ON_GPU = 10, 5  # float32 [rows, vocabulary] that sampling holds beside those: TPU up to 9.5, an H200 4.8
 _SCORES = 4  # of the logits of prompts, which are scored apart (XLA:GPU needs three)
 
 
@@ -121,11 +122,15 @@ def pages_for(num_tokens: int, page_size: int) -> int:
     return -(-num_tokens // page_size) + 1
 
 
-def steps_bytes(spec: ModelSpec, scheduler: SchedulerConfig) -> int:
+def steps_bytes(spec: ModelSpec, layout: KVLayout, config: Config, role: Role) -> int:
     """Upper bound of what decode state and steps need on one device beside weights and pool."""
+    scheduler = config.scheduler
     widest = max(spec.mlp, spec.embed, spec.attention.num_heads * spec.attention.head_dim)
     activations = _ACTIVATIONS * scheduler.max_num_batched_tokens * widest
-    logits = _LOGITS * scheduler.max_num_seqs * spec.vocab_size  # whole on every shard
+    samples_all = role is not Role.PREFILL and config.model.numerics is not Numerics.EXACT
+    rows = scheduler.max_num_seqs if samples_all else min(scheduler.max_num_seqs, MAX_SAMPLING_ROWS)
+    sampled = _SAMPLED if layout.heads_major else _SAMPLED_ON_GPU
+    logits = (_STATE * scheduler.max_num_seqs + sampled * rows) * spec.vocab_size  # whole on every shard
     return 4 * max(activations + logits, _SCORES * SCORE_ROWS * spec.vocab_size)
 
 
@@ -142,7 +147,7 @@ def moving_bytes(layout: KVLayout, config: Config, role: Role) -> int:
 
 def kept_bytes(spec: ModelSpec, layout: KVLayout, config: Config, role: Role) -> int:
     """What is left of a device beside weights and pool, when the pool is all that a share leaves."""
-    return steps_bytes(spec, config.scheduler) + moving_bytes(layout, config, role)
+    return steps_bytes(spec, layout, config, role) + moving_bytes(layout, config, role)
 
 
 def takes_share(layout: KVLayout, cache: CacheConfig) -> bool:

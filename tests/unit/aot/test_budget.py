@@ -10,7 +10,16 @@ from jdisagg.aot.accelerators import GIB, read_accelerators
 from jdisagg.aot.budget import make_budget
 from jdisagg.aot.planned import PlannedEngine
 from jdisagg.aot.remedies import remedies
-from jdisagg.core.config import CacheConfig, Config, DeviceConfig, LayerLoop, LocalConfig, ModelConfig, SchedulerConfig
+from jdisagg.core.config import (
+    CacheConfig,
+    Config,
+    DeviceConfig,
+    LayerLoop,
+    LocalConfig,
+    ModelConfig,
+    Numerics,
+    SchedulerConfig,
+)
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.requests import Role
 from jdisagg.models.resolve import read_model_config
@@ -41,6 +50,25 @@ def test_70b_on_eight_v6e_chips_has_the_weights_of_its_model_card_and_the_kv_of_
     assert (budget.num_pages, budget.missing_bytes, budget.problem) == (8 * left // (8 * budget.page_bytes), 0, None)
     assert sizes is not None
     assert sizes.device.pages_per_seq == 128
+
+
+@pytest.mark.parametrize(
+    ("role", "numerics", "device", "sampled"),
+    [
+        (Role.DECODE, Numerics.FAST, "v6e", 10 * 256),
+        (Role.UNIFIED, Numerics.FAST, "h200", 5 * 256),
+        (Role.PREFILL, Numerics.FAST, "v6e", 10 * 16),
+        (Role.DECODE, Numerics.EXACT, "v6e", 10 * 16),
+        (Role.PREFILL, Numerics.FAST, "h200", 5 * 16),
+    ],
+)
+def test_room_for_sampling_is_kept_for_the_rows_that_are_sampled_at_once(
+    role: Role, numerics: Numerics, device: str, sampled: int
+) -> None:
+    config = Config(model=ModelConfig(numerics=numerics), scheduler=SchedulerConfig(max_num_seqs=256))
+    budget, _ = make_budget(form("llama3-8b"), replace(engine(1), role=role), config, DEVICES[device])
+    widest = 8 * config.scheduler.max_num_batched_tokens * 14336
+    assert budget.steps_bytes == 4 * (widest + (3 * 256 + sampled) * 128256)
 
 
 def test_an_engine_of_few_rows_still_scores_prompts() -> None:
@@ -95,8 +123,8 @@ def test_a_fixed_pool_that_does_not_fit_is_refused_though_the_engine_would_try()
 @pytest.mark.parametrize(
     ("name", "kv_cache_bytes", "told"),
     [
-        ("llama3-8b", 200 * GIB, "need 215.28 GiB of a device, it has 104.85; lower it"),
-        ("llama3-70b", GIB, "need 132.95 GiB of a device, it has 104.85; no pool is small enough, use more devices"),
+        ("llama3-8b", 200 * GIB, "need 215.24 GiB of a device, it has 104.85; lower it"),
+        ("llama3-70b", GIB, "need 132.91 GiB of a device, it has 104.85; no pool is small enough, use more devices"),
     ],
 )
 def test_a_smaller_pool_is_advised_where_one_would_fit(name: str, kv_cache_bytes: int, told: str) -> None:
