@@ -9,6 +9,7 @@ from jdisagg.aot.budget import Budget
 from jdisagg.aot.compiled import CompiledStep
 from jdisagg.aot.report import EngineReport, Report
 from jdisagg.aot.roofline import StepTime
+from jdisagg.aot.thunks import UNTOLD
 
 _RULE = (
     ("usable", "the limit times --device-memory-utilization; all of it where the pool's size is given"),
@@ -136,7 +137,9 @@ def _remarks(engine: EngineReport) -> Iterator[str]:
     if any(step.program.copies != step.program.required_copies for step in engine.steps):
         yield "+ copies in a branch that only some steps take"
     for step in engine.steps:
-        if step.program.led_by_host:
+        if step.program.led_by_host == (UNTOLD,):
+            yield f"{step.name} ({step.shape}): the compiler does not tell whether it is one CUDA graph"
+        elif step.program.led_by_host:
             names = ", ".join(step.program.led_by_host)
             yield f"{step.name} ({step.shape}) is not one CUDA graph: the host leads {names}, and waits for the device there"
     if engine.steps_need_bytes is not None:

@@ -72,7 +72,8 @@ class PageBook:
         index, this one does; nobody offers what was taken out of it."""
         self.pin(holding, tuple(donor.pages[:num_pages]))
         holding.keys = donor.keys[:num_pages]
-        holding.twins = [i for i in range(len(holding.pages)) if i in donor.twins or i >= donor.num_indexed]
+        twins = set(donor.twins)
+        holding.twins = [i for i in range(len(holding.pages)) if i in twins or i >= donor.num_indexed]
         holding.is_private = donor.is_private
 
     def grow(self, holding: Holding, num_pages: int) -> tuple[int, ...] | None:
@@ -101,7 +102,10 @@ class PageBook:
         self._hash(sequence, num_full)
         new, holding.twins = [], []
         for i in offered:
-            (new if self._index.insert(holding.keys[i], holding.pages[i]) else holding.twins).append(i)
+            if self._index.insert(holding.keys[i], holding.pages[i]):
+                new.append(i)
+            elif not self._index.has(holding.pages[i]):  # it is where who shares it has offered it
+                holding.twins.append(i)
         if self._journal is not None:
             self._record(self._journal, sequence, new)
 

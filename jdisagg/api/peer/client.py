@@ -226,7 +226,7 @@ class GrpcPeerClient:
         link = self._links.of(peer)
         with link.in_use():
             try:
-                theirs = await link.hello()
+                theirs = await link.hello(again=True)  # it may have answered before
             except HelloFailed:
                 self._links.give_up(link)
                 return

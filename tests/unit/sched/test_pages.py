@@ -187,6 +187,24 @@ def _forked(pages: PageBook, donor: Holding) -> Sequence:
     return choice
 
 
+def test_a_choice_does_not_offer_again_what_its_sibling_has_offered() -> None:
+    pages = book()
+    first = computed(pages, 0)
+    choice = computed(book(), 0, (*PROMPT[:12], *range(20, 28)))
+    choice.holding = Holding()
+    pages.share(choice.holding, first.holding, 3)  # before the step that fills them is committed
+    assert pages.grow(choice.holding, 5) is not None
+    first.num_computed, choice.num_computed = 12, 16
+    pages.cache_full_pages(first)
+    pages.cache_full_pages(choice)
+    assert choice.holding.twins == []
+    pages.distrust(first.holding)
+    choice.num_computed = 20
+    pages.cache_full_pages(choice)
+    assert pages.find(first, 13) == ()
+    pages.check([first.holding, choice.holding])
+
+
 def test_a_choice_that_is_forked_later_offers_no_page_that_is_not_trusted() -> None:
     pages = book()
     bad, sharer = computed(pages, 12), Holding()
