@@ -44,7 +44,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         except RequestError as error:
             self._edge.ends.failed(error)
             refuse(context, error, _path(error.field, request))
-        except Exception as error:  # noqa: BLE001  # a bug of ours: gRPC would end the call with UNKNOWN, and tell the client all about it
+        except Exception as error:  # noqa: BLE001 - a bug of ours: gRPC would end the call with UNKNOWN, and tell the client all
             self._edge.ends.failed(error)
             self._edge.ends.tell("request %s: a call of Generate failed", request.request_id or "without an id", error)
             refuse(context, JdisaggError("internal error; the server's log has the details"))
