@@ -7,9 +7,10 @@
 
 Answers are computed beforehand by a unified server; then one fleet at a time: two routers, two P, two D, clients at the first
 router. Over several hosts there is one router, and the fleet itself answers beforehand, undisturbed.
-Exit status 0: every cell was reached and ended as it must, every stream under load was exact, nothing was left; over several
-hosts no stream failed, but by name where its router reached no worker. 2: hosts cannot be made here; all parts go without them
-then. Whether times stay within their targets is printed and written, and does not decide: machines differ.
+Exit status 0: every cell was reached and ended as it must, every stream under load was exact, nothing was left, no process died
+by itself or left a traceback in a log; over several hosts no stream failed, but by name where its router reached no worker. 2:
+hosts cannot be made here; all parts go without them then. Whether times stay within their targets is printed and written, and
+does not decide: machines differ.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ async def ready_fleet(
 
 async def table(
     arguments: argparse.Namespace, directory: Path, http: httpx.AsyncClient, keep: Callable[[list[Cell]], None]
-) -> list[Cell]:
-    """All cells asked for, on one fleet; `keep` gets those so far."""
+) -> tuple[list[Cell], list[str]]:
+    """All cells asked for, on one fleet, and what its processes did unasked; `keep` gets the cells so far."""
     plan = drill_plan(arguments.model, slots=TABLE_SLOTS)
     cells: list[Cell] = []
     async with ready_fleet(plan, stages.everything_asked(), directory, http) as (fleet, answers):
@@ -122,13 +123,14 @@ async def table(
                     cells.append(await runner.run(stage, victim, blow))
                     say(cell_line(cells[-1]))
                     keep(cells)
-    return cells
+        return cells, fleet.complaints()
 
 
 async def under_load(
     arguments: argparse.Namespace, directory: Path, http: httpx.AsyncClient, keep: Callable[[GapDrill], None]
-) -> GapDrill:
-    """All troubles in turn, `--times` rounds, the load undisturbed in each round too; `keep` gets the figures so far."""
+) -> tuple[GapDrill, list[str]]:
+    """All troubles in turn, `--times` rounds, the load undisturbed in each round too, and what the fleet's processes did
+    unasked; `keep` gets the figures so far."""
     plan = drill_plan(arguments.model, slots=GAP_SLOTS, pages=GAP_PAGES, cores=arguments.cores)
     async with ready_fleet(plan, gaps.everything_asked(), directory, http) as (fleet, answers):
         drill = GapDrill(fleet, answers)
@@ -139,7 +141,7 @@ async def under_load(
                     await drill.strike(role, trouble)
             keep(drill)
             say(f"round {number + 1} of {arguments.times}\n{gap_table(drill.as_json())}")
-    return drill
+        return drill, fleet.complaints()
 
 
 async def over_hosts(
@@ -199,12 +201,15 @@ async def run(arguments: argparse.Namespace, wanted: tuple[str, ...], directory:
 
     async with httpx.AsyncClient(trust_env=False) as http:
         if "table" in wanted:
-            cells = await table(arguments, directory, http, lambda so_far: keep("cells", [cell.as_json() for cell in so_far]))
-            print(cell_table(cells), flush=True)
-            fine = all(cell.ok for cell in cells)
+            cells, unasked = await table(
+                arguments, directory, http, lambda so_far: keep("cells", [cell.as_json() for cell in so_far])
+            )
+            print("\n".join([cell_table(cells), *unasked]), flush=True)
+            fine = all(cell.ok for cell in cells) and not unasked
         if "gaps" in wanted:
-            drill = await under_load(arguments, directory, http, lambda so_far: keep("gaps", so_far.as_json()))
-            fine = fine and drill.is_fine
+            drill, unasked = await under_load(arguments, directory, http, lambda so_far: keep("gaps", so_far.as_json()))
+            print("\n".join(unasked), flush=True)
+            fine = fine and drill.is_fine and not unasked
         if "hosts" in wanted:
             host_drill = await over_hosts(
                 arguments, directory, http, lambda so_far: keep("hosts", [outcome.as_json() for outcome in so_far.outcomes])

@@ -88,7 +88,7 @@ class CellRunner:
                 await act.strike(victim, blow)
                 act.let_go()
                 await act.until_ended()
-                if number < TRIES and _came_late(stage, victim, blow, act.subject):
+                if _came_late(stage, victim, blow, act.subject):
                     continue  # the state had gone by before the blow fell: every token, or all of its KV, had left the victim
                 return await self._told(replace(cell, reached=True, tries=number, seen=seen.text()), act)
             finally:

@@ -17,6 +17,7 @@ from fleet_process import free_port
 from chaos_kit.catalogue import MAX_MODEL_LEN
 from chaos_kit.member import Member, kill_all
 from chaos_kit.proxy import Connection, Proxy
+from jdisagg.roles.engine_thread import EngineBroken
 from jdisagg.serve.engines import EXIT_ENGINE_CRASHED
 
 WATCH_S = 0.05
@@ -29,6 +30,7 @@ SCARCE = ("--num-pages", "25", "--reserved-decode-tokens", "0")
 HOST_KV_BYTES = 8 << 20
 NUM_ROUTERS = 2
 PAST_FORWARDERS = ("jax", "shm", "tcp")  # backends
+_TRACEBACK_SHOWN = 400  # characters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +198,17 @@ class Fleet:
             raise RuntimeError(f"{member.name} has not ended {timeout_s:g} s after its engine broke") from None
         if status != EXIT_ENGINE_CRASHED and self.plan.beside is None:  # older versions know no such thing, and just die
             raise RuntimeError(f"{member.name}, whose engine broke, ended with {status}, not with {EXIT_ENGINE_CRASHED}")
+
+    def tracebacks(self) -> set[str]:
+        """Lines of the logs; a log has a line for each. That of an engine which was made to fail is none."""
+        lines = ((member.name, line) for member in self.members for line in member.logs().splitlines())
+        found = ((name, line) for name, line in lines if "Traceback (" in line and EngineBroken.__name__ not in line)
+        return {f"{name}: {line[:_TRACEBACK_SHOWN]}" for name, line in found}
+
+    def complaints(self) -> list[str]:
+        """What no process of a fleet does, whatever is done to it, since the start: it died by itself, or left a traceback."""
+        deaths = [f"died by itself: {name}, exit status {status}: {tail}" for name, status, tail in self.ended]
+        return deaths + [f"traceback in a log: {line}" for line in sorted(self.tracebacks())]
 
     async def restart(self, member: Member, *, drains: bool = False) -> None:
         """End the process, by SIGTERM if it `drains`, else by SIGKILL; then start another and wait until it is READY."""

@@ -15,6 +15,7 @@ import httpx
 from chaos_kit.catalogue import LOWEST_TOKEN, VOCAB
 from chaos_kit.cuts import DECODE, HOSTS, PREFILL
 from chaos_kit.fleet import FleetPlan
+from chaos_kit.leaks import GAUGES
 from chaos_kit.member import Member, kill_all
 from chaos_kit.network import Network
 
@@ -23,7 +24,7 @@ PAGES = 400
 PROBES, PROBE_TOKENS, PROBE_TIMEOUT_S = 4, 48, 10.0
 START_S = 30.0  # from READY to whole
 RUNGS = ("jdisagg_recoveries_total", "jdisagg_prefill_hedges_total", "jdisagg_transfer_failures_total")
-HELD = ("jdisagg_requests{", "jdisagg_leases", "jdisagg_published_bytes")
+HELD = ("jdisagg_requests{", *GAUGES)
 
 
 class HostFleet:

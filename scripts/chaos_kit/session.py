@@ -24,14 +24,12 @@ from chaos_kit.tally import Tally
 from chaos_kit.traffic import Traffic, make_visits
 from chaos_kit.verdict import Counted, Verdict
 from jdisagg.core.config import Numerics
-from jdisagg.roles.engine_thread import EngineBroken
 
 DEADLINE_FACTOR = 20.0  # of the undisturbed latency
 UNDISTURBED_LIMIT_S = 60.0
 PROGRESS_S = 10.0
 SCRAMBLED_SHARE = 0.1  # of the pieces, where nobody looks at checksums
 _DRILLED = re.compile(r"injected fault: (\w+)")
-_TRACEBACK_SHOWN = 400  # characters
 INJECTIONS = ("checksums-off", "leases-off", "attempts-ignored")
 
 
@@ -142,7 +140,7 @@ class Session:
         striker = Striker(self.fleet, traffic, kinds, rounds=rounds, requests=requests, seed=seed)
         await watch.begin(self.fleet)
         forwarded_before = self._forwarded_bytes()
-        drilled_before, deaths_before, tracebacks_before = self._drilled(), len(self.fleet.ended), self._tracebacks()
+        drilled_before, deaths_before, tracebacks_before = self._drilled(), len(self.fleet.ended), self.fleet.tracebacks()
         visits = [
             visit if visit.fate.value in self.options.faults else _staying(visit)
             for visit in make_visits(requests, self._catalogue, seed=seed)
@@ -162,7 +160,7 @@ class Session:
         verdict.seconds = monotonic() - began_s
         verdict.strikes = striker.strikes
         verdict.deaths = [f"{name}, exit status {status}: {tail}" for name, status, tail in self.fleet.ended[deaths_before:]]
-        verdict.tracebacks = sorted(self._tracebacks() - tracebacks_before)
+        verdict.tracebacks = sorted(self.fleet.tracebacks() - tracebacks_before)
         verdict.counted = Counted(
             recoveries=watch.total("jdisagg_recoveries_total"),
             transfer_failures=watch.total("jdisagg_transfer_failures_total"),
@@ -173,6 +171,7 @@ class Session:
             verified_bytes=sum(watch.total("jdisagg_transfer_bytes_total").values()),
         )
         verdict.tally.take(traffic.outcomes, self._catalogue, self._answers)
+        verdict.asked = self.options.faults
         verdict.faults = self._faults(striker, traffic.outcomes, self._drilled() - drilled_before)
         return verdict
 
@@ -189,7 +188,7 @@ class Session:
         for kind in SCRIPTED:
             mine = [strike.live for strike in striker.strikes if strike.kind == kind]
             found[kind] = (len(mine), sum(mine))
-        for kind in sorted(drilled):
+        for kind in dict.fromkeys((*IN_WORKERS, *IN_ROUTERS, *sorted(drilled))):
             found[kind] = (drilled[kind], drilled[kind])
         for kind in BY_CLIENTS:
             mine = [
@@ -205,12 +204,6 @@ class Session:
 
     def _drilled(self) -> Counter[str]:
         return Counter(kind for member in self.fleet.members for kind in _DRILLED.findall(member.logs()))
-
-    def _tracebacks(self) -> set[str]:
-        """Lines of the logs; a log has a line for each. That of an engine which was made to fail is none."""
-        lines = ((member.name, line) for member in self.fleet.members for line in member.logs().splitlines())
-        found = ((name, line) for name, line in lines if "Traceback (" in line and EngineBroken.__name__ not in line)
-        return {f"{name}: {line[:_TRACEBACK_SHOWN]}" for name, line in found}
 
     async def _tell(self, traffic: Traffic, striker: Striker) -> None:
         while True:

@@ -10,6 +10,8 @@ from chaos_kit.choice import Flaw
 from chaos_kit.striker import Strike
 from chaos_kit.tally import LEAST_SUCCESS, Tally
 
+LONG_RUN_REQUESTS = 1000  # in which every kind of fault has its chance
+
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
@@ -44,6 +46,7 @@ class Verdict:
     seconds: float = 0.0
     strikes: list[Strike] = field(default_factory=list)
     faults: dict[str, tuple[int, int]] = field(default_factory=dict)  # kind -> (fired, hit a live transfer)
+    asked: frozenset[str] = frozenset()  # kinds of them
     counted: Counted = field(default_factory=Counted)
     lives: dict[str, tuple[int, int]] = field(default_factory=dict)  # role -> (processes, those whose memory was judged)
     leaks: list[str] = field(default_factory=list)
@@ -59,6 +62,8 @@ class Verdict:
         found += [f"traceback in a log: {line}" for line in self.tracebacks]
         found += [f"compiled after READY: {count:g} {name}" for name, count in self.counted.compiles.items()]
         found += self.problems
+        if tally.requests >= LONG_RUN_REQUESTS:
+            found += [f"never fired: {kind}" for kind in sorted(self.asked) if not self.faults.get(kind, (0, 0))[0]]
         if not tally.enough:
             found.append(f"{tally.success:.2%} ended well, wanted {LEAST_SUCCESS:.1%}: {dict(tally.failures)}")
         return found
@@ -73,6 +78,7 @@ class Verdict:
             "success": self.tally.success,
             "latency_s": {f"p{share}": self.tally.latency_s(share / 100) for share in (50, 99, 100)},
             "strikes": strikes,
+            "asked": sorted(self.asked),
             "complaints": self.complaints(),
         }
 

@@ -33,7 +33,7 @@ LIMIT_S = 400.0
 TRIES = 3  # to strike a prompt that takes a tenth of a second
 
 
-async def drilled(model: Path, directory: Path) -> tuple[list[Cell], GapDrill]:
+async def drilled(model: Path, directory: Path) -> tuple[list[Cell], GapDrill, list[str]]:
     async with httpx.AsyncClient(trust_env=False) as http:
         plan = drill_plan(str(model), slots=TABLE_SLOTS)
         async with ready_fleet(plan, (*table_asked(), *load_asked()), directory, http) as (fleet, answers):
@@ -43,14 +43,14 @@ async def drilled(model: Path, directory: Path) -> tuple[list[Cell], GapDrill]:
                 await drill.strike("P", Trouble.HOLE)
                 if any(figures.gaps_s for figures in drill.figures.values()):
                     break  # else the prompt it was meant for was computed and gone when it came
-            return cells, drill
+            return cells, drill, fleet.complaints()
 
 
 @pytest.mark.covers("X22")
 @pytest.mark.timeout(LIMIT_S + 30)
 def test_whoever_dies_in_whatever_state_the_stream_is_exact_and_nothing_is_left(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "tiny", max_model_len=MAX_MODEL_LEN)
-    cells, drill = asyncio.run(asyncio.wait_for(drilled(model, tmp_path), LIMIT_S))
+    cells, drill, unasked = asyncio.run(asyncio.wait_for(drilled(model, tmp_path), LIMIT_S))
     print(f"\n{cell_table(cells)}")
     for cell in cells:
         assert cell.ok, cell
@@ -58,6 +58,7 @@ def test_whoever_dies_in_whatever_state_the_stream_is_exact_and_nothing_is_left(
     assert [cell.ending.became for cell in cells] == ["exact"] * 3 + ["lost with its router", "exact"]
     assert "other_prefill" in cells[2].ending.went_on  # noticed although the request had no pages yet
     assert "replay" in cells[4].ending.went_on
+    assert not unasked
     assert drill.is_fine, drill.figures
     (figures,) = drill.figures.values()
     assert figures.missed == figures.strikes - 1

@@ -101,3 +101,24 @@ def test_a_worker_whose_engine_breaks_has_to_end_by_itself_and_to_say_so(tmp_pat
                 await member.reap()
 
     asyncio.run(body())
+
+
+def test_a_fleet_complains_of_a_process_that_died_by_itself_and_of_a_traceback_but_not_of_an_engine_made_to_fail(
+    tmp_path: Path,
+) -> None:
+    async def body() -> None:
+        async with httpx.AsyncClient() as http:
+            fleet = Fleet(FleetPlan(model=""), tmp_path, http)
+            fleet.decode = [Member("D1", directory=tmp_path, http=http)]
+            fleet.decode[0].incarnation = 1
+            fleet.decode[0].log.write_text("E step failed: Traceback (most recent call last) ... EngineBroken: asked to")
+            assert fleet.complaints() == []
+            with fleet.decode[0].log.open("a") as log:
+                log.write("\nE Traceback (most recent call last) ... KeyError: 5\n")
+            fleet.ended.append(("D1", 70, "bye"))
+            assert fleet.complaints() == [
+                "died by itself: D1, exit status 70: bye",
+                "traceback in a log: D1: E Traceback (most recent call last) ... KeyError: 5",
+            ]
+
+    asyncio.run(body())

@@ -55,6 +55,14 @@ def test_one_wrong_token_one_hang_one_leak_or_one_death_is_too_much() -> None:
     assert not {"tally", "counted"} & told.keys()
 
 
+def test_a_fault_that_never_fell_is_too_much_in_a_run_that_is_long_enough() -> None:
+    for requests, wanted in ((999, []), (1000, ["never fired: corrupt"])):
+        verdict = judged(*(outcome(number) for number in range(requests)))
+        verdict.faults, verdict.asked = {"sever": (2, 0), "corrupt": (0, 0)}, frozenset({"sever", "corrupt"})
+        assert verdict.complaints() == wanted
+    assert "corrupt" in verdict.text()
+
+
 def test_aborts_that_nobody_hears_are_too_much() -> None:
     heard = outcome(0, fate=Fate.ABORTS, went_away=True, choices={0: Choice([5], finish="abort")})
     unheard = outcome(1, fate=Fate.ABORTS, went_away=True)
