@@ -20,7 +20,7 @@ from pallas_kernels.attention_shape import Shape
 from pallas_kernels.blocks import Blocks, BlockTable, blocks_by_rule
 from pallas_kernels.gpu_attention import GpuTable, attend_gpu, gpu_refuses
 from pallas_kernels.gpu_triton import GpuParts
-from pallas_kernels.implementation import Implementation
+from pallas_kernels.implementation import Implementation, Refused
 from pallas_kernels.rows import Kind, Rows
 from pallas_kernels.tpu_attention import Parts, attend_blocks
 from pallas_kernels.work import plan_work
@@ -59,7 +59,7 @@ def attend(
     shape with a last axis of 2, for keys and for values. `dtype` is what products are made in, by default kv's, for
     int8 q's. `ref` takes 16-bit floats as their bits (uint16) too, and then needs `dtype`.
     `table` overrides the rule for block sizes; `interpret` is passed to Pallas, `parts` are for tests that plant faults; table
-    and parts are of the implementation's kind. Raises ValueError for what it cannot do (see `tpu_refuses`, `gpu_refuses`).
+    and parts are of the implementation's kind. Raises Refused for what it cannot do (see `tpu_refuses`, `gpu_refuses`).
     """
     dtype = dtype or (q.dtype if kv.dtype == jnp.int8 else kv.dtype)
     layer = jnp.asarray(layer, jnp.int32)
@@ -85,7 +85,7 @@ def attend(
         kernel = partial(_attend_tpu, parts=parts if isinstance(parts, Parts) else Parts())
         reason = tpu_refuses(q, kv, page_tables, dtype=dtype, heads_major=heads_major, interpreted=bool(interpret))
     if reason:
-        raise ValueError(f"paged attention for {implementation.upper()}: {reason}")
+        raise Refused(f"paged attention for {implementation.upper()}: {reason}")
     pages = jnp.clip(page_tables, 0, kv.shape[1] - 1)  # a copy from a page that does not exist would not be noticed
     run = partial(
         kernel,

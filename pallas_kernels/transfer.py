@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.implementation import Implementation
+from pallas_kernels.implementation import Implementation, Refused
 from pallas_kernels.tpu_gather import gather_pages
 from pallas_kernels.tpu_scatter import scatter_pages
 from pallas_kernels.write import tpu_write_refuses
@@ -30,7 +30,7 @@ def gather(
 
     kv is [L, P, K, S, F] (heads-major) or [L, P, S, K, F]. Integers are multiplied by `scales` (float32, kv's shape with a last
     axis of 2: keys, values) where these are given; without them they keep their numbers.
-    Raises ValueError for what `tpu` cannot do.
+    Raises Refused for what `tpu` cannot do.
     """
     dtype = jnp.dtype(dtype or (jnp.float32 if scales is not None else kv.dtype))
     pages = jnp.clip(pages, 0, kv.shape[1] - 1)
@@ -61,7 +61,7 @@ def scatter(
     """`kv` with tokens [begin, end) of rows [L, N * S, K, F], cast to its dtype, in pages i32[N]; in place when donated.
 
     Pages are distinct where they hold any of these tokens; others may be the null page, and are not touched.
-    Raises ValueError for what `tpu` cannot do.
+    Raises Refused for what `tpu` cannot do.
     """
     if implementation == "tpu":
         _check(kv, heads_major=heads_major, interpret=interpret)
@@ -87,4 +87,4 @@ def _as_rows(pages: jax.Array, *, heads_major: bool) -> jax.Array:
 
 def _check(kv: jax.Array, *, heads_major: bool, interpret: Any) -> None:
     if reason := tpu_write_refuses(kv, heads_major=heads_major, interpreted=bool(interpret)):
-        raise ValueError(f"KV transfer for TPU: {reason}")
+        raise Refused(f"KV transfer for TPU: {reason}")

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import ref
-from pallas_kernels.implementation import Implementation
+from pallas_kernels.implementation import Implementation, Refused
 from pallas_kernels.tpu_write import slab_tokens, store_slabs
 
 _LANES = 128
@@ -33,14 +33,14 @@ def write(
 
     `tpu` works on slabs of a few consecutive tokens of a page (`slab_tokens`); `most_slabs` is the caller's promise how many
     of them the rows touch, and what is beyond is not written. None promises nothing, and pays for a slab per row.
-    Raises ValueError for what `tpu` cannot do.
+    Raises Refused for what `tpu` cannot do.
     """
     layer = jnp.asarray(layer, jnp.int32)
     pages = jnp.where(pages < 0, kv.shape[1], pages)  # indices would count them from the end
     if implementation != "tpu":
         return ref.store(kv, layer, rows.astype(kv.dtype), pages, offsets, heads_major=heads_major)
     if reason := tpu_write_refuses(kv, heads_major=heads_major, interpreted=bool(interpret)):
-        raise ValueError(f"KV write for TPU: {reason}")
+        raise Refused(f"KV write for TPU: {reason}")
     tokens = min(slab_tokens(kv.dtype), kv.shape[3])
     most = min(most_slabs or rows.shape[0], rows.shape[0])
     return store_slabs(kv, layer, rows, pages, offsets, most_slabs=most, tokens=tokens, interpret=interpret)

@@ -23,7 +23,7 @@ _EXPOSED = "jdisagg_request_transfer_seconds_sum"
 _BYTES = "jdisagg_transfer_bytes_total"
 _FETCH = "jdisagg_transfer_seconds_sum"
 _HIDDEN = "jdisagg_transfer_hidden_seconds_total"
-_COLUMNS = "tokens, unified, 1P+1D, difference, allowed, target, 2nd token, 1st to 2nd: unified, 1P+1D, CPU: unified, P, D"
+_COLUMNS = "tokens, unified, 1P+1D, difference, allowed, target, 2nd token, 1st to 2nd: unified, 1P+1D, same, CPU: U, P, D"
 
 
 @dataclass(kw_only=True)
@@ -139,6 +139,7 @@ def _first_cells(row: dict[str, Any]) -> list[str]:
         f"{row['second_token_difference_ms']:+.1f}",
         f"{row['unified_first_to_second_ms']:.1f}",
         f"{row['disaggregated_first_to_second_ms']:.1f}",
+        f"{row['same_tokens']} of {row['num_prompts']}",
         *(f"{cpu_ms:.0f}" for cpu_ms in row["cpu_ms"].values()),
     ]
 

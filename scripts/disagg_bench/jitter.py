@@ -156,7 +156,7 @@ def summary(spells: Sequence[Spell], num_tokens: int) -> dict[str, Any]:
         "kinds": kinds,
         "p99_importing_over": ratios,
         "target": TARGET,
-        "verdict": met(ratios["decoding"]["p50"] <= TARGET),
+        "verdict": met(ratios["decoding"]["p50"] <= TARGET and kinds["importing"]["imported_bytes"] > 0),
     }
 
 

@@ -12,7 +12,7 @@ import pallas_kernels.write
 from gpu_kit.attention_case import LAYER, Arrays
 from gpu_kit.findings import Skipped
 from jdisagg.core.platforms import GPU_PLATFORMS
-from pallas_kernels.implementation import Implementation
+from pallas_kernels.implementation import Implementation, Refused
 from pallas_kernels.rows import Rows
 
 # Implementations that a platform cannot run
@@ -67,5 +67,5 @@ def unless_refused(run: Any, *arguments: Any) -> Any:
     """What `run` gives. Raises Skipped where the implementation refuses the case."""
     try:
         return run(*arguments)
-    except ValueError as refusal:
+    except Refused as refusal:
         raise Skipped(str(refusal)) from refusal
