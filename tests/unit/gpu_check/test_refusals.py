@@ -1,4 +1,4 @@
-"""What a kernel refuses is left out by name; what it cannot do though it takes it on fails the section, as does refusing all."""
+"""What a kernel refuses is left out by name; what it fails at fails the section, as does an implementation that refuses all."""
 
 from __future__ import annotations
 
