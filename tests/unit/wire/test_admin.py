@@ -11,16 +11,12 @@ from contextlib import asynccontextmanager
 import grpc
 import grpc.aio
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from jdisagg.api import channels, grpc_health
+from jdisagg.api import channels
 from jdisagg.api.admin import AdminService
-from jdisagg.api.generation.token_engine import Health
-from jdisagg.api.grpc_health import HealthReporter
 from jdisagg.core.errors import Unavailable
 from jdisagg.v1 import admin_pb2, admin_pb2_grpc
-from tests.unit.wire.rig import pause, run_quiet, start_server, until
+from tests.unit.wire.rig import run_quiet, start_server, until
 
 
 async def _no_stats() -> dict[str, object]:
@@ -129,81 +125,5 @@ def test_resetting_a_prefix_cache_that_is_not_there_invites_no_retry():
             with pytest.raises(grpc.aio.AioRpcError, match="a router has no prefix cache; ask the workers") as caught:
                 await stub.ResetPrefixCache(admin_pb2.ResetPrefixCacheRequest())
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-
-    run_quiet(body())
-
-
-def test_health_that_cannot_be_told_is_not_serving_until_it_can(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(grpc_health, "AFTER_BUG_S", 0.3)
-
-    async def body() -> None:
-        fails = [False]
-
-        def status() -> Health:
-            if fails[0]:
-                raise KeyError("our bug")
-            return Health(healthy=True, ready=True)
-
-        server = channels.make_server()
-        reporter = HealthReporter(server, (), status)
-        address = channels.bind(server)
-        await server.start()
-        await reporter.start()
-        channel = channels.open_channel(address)
-        check = health_pb2_grpc.HealthStub(channel).Check
-        for fails[0], wanted in (
-            (False, health_pb2.HealthCheckResponse.SERVING),
-            (True, health_pb2.HealthCheckResponse.NOT_SERVING),
-            (False, health_pb2.HealthCheckResponse.SERVING),
-        ):
-            while (await check(health_pb2.HealthCheckRequest())).status != wanted:
-                await asyncio.sleep(0.01)
-        assert "our bug" in caplog.text
-        await reporter.close()
-        await channel.close()
-        await server.stop(0)
-
-    run_quiet(body())
-
-
-def test_grpc_health_follows_the_engine_within_a_second_and_reflection_lists_services():
-    async def body() -> None:
-        status = Health(healthy=True, ready=True)
-        server = channels.make_server()
-        reporter = HealthReporter(server, ("jdisagg.v1.WorkerService",), lambda: status)
-        address = channels.bind(server)
-        await server.start()
-        await reporter.start()
-        channel = channels.open_channel(address)
-        stub = health_pb2_grpc.HealthStub(channel)
-
-        async def serving(name: str = "jdisagg.v1.WorkerService") -> bool:
-            answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
-            return answer.status == health_pb2.HealthCheckResponse.SERVING
-
-        async def turns(to: bool) -> float:
-            asked_s = 0.0
-            while await serving() is not to:
-                asked_s += await pause(0.02)
-            return asked_s
-
-        assert await serving()
-        assert await serving("")
-        status = Health(healthy=True, ready=False, reason="draining")
-        assert await turns(False) < 1.0
-        status = Health(healthy=True, ready=True)
-        assert await turns(True) < 1.0
-        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
-            iter([reflection_pb2.ServerReflectionRequest(list_services="")])
-        )
-        listed = {service.name for service in (await call.read()).list_services_response.service}
-        assert "jdisagg.v1.WorkerService" in listed
-        assert await call.read() is grpc.aio.EOF
-        await reporter.close()
-        assert not await serving()
-        await channel.close()
-        await server.stop(0)
 
     run_quiet(body())
