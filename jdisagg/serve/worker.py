@@ -33,10 +33,19 @@ from jdisagg.serve.engines import exit_on_crash
 from jdisagg.serve.lateness import observe_lateness
 from jdisagg.serve.process import Process, keep_what_is_there
 from jdisagg.serve.ready import Ready, announce
-from jdisagg.serve.text_edge import read_text_model
+from jdisagg.serve.text_edge import TextModel, read_text_model
 from jdisagg.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+
+def _read(config: Config) -> tuple[TextModel | None, Tokenizer | None]:
+    """What it needs of text: a prefill worker does with less, or nothing. Raises ConfigError."""
+    directory = resolve_model(config.model.model, weights=False)  # `load_model` fetches them
+    if config.role == "prefill":
+        return None, Tokenizer.from_directory_if_there(directory)
+    text = read_text_model(directory)
+    return text, text.tokenizer
 
 
 async def serve(config: Config, process: Process) -> int:
@@ -51,9 +60,7 @@ async def serve(config: Config, process: Process) -> int:
     await http.start()
     public = advertised(address, config.server.advertise_host, config.server.advertise_port)
     worker = f"pid {os.getpid()} @ {public}"
-    directory = resolve_model(config.model.model, weights=False)  # `load_model` fetches them
-    text = None if config.role == "prefill" else read_text_model(directory)
-    tokenizer = Tokenizer.from_directory_if_there(directory) if text is None else text.tokenizer
+    text, tokenizer = await process.unless_stopped(asyncio.to_thread(_read, config))
     loop = asyncio.get_running_loop()
     build = asyncio.to_thread(
         build_deployment,

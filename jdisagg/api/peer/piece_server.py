@@ -57,6 +57,7 @@ class PieceServer(peer_pb2_grpc.PeerServiceServicer):
         found, name = None if self._pieces is None else self._pieces.get(key), key[:_KEY_SHOWN]  # a status is small
         if found is None:
             return grpc.StatusCode.NOT_FOUND, f"no piece {name!r} here: acknowledged, or its lease is over"
+        await context.send_initial_metadata(())  # it would wait with the first part, and so would a status
         view = memoryview(found).cast("B")
         for begin in range(0, len(view), part_bytes):
             try:

@@ -22,6 +22,7 @@ from jdisagg.text.tokenizer import Tokenizer
 from jdisagg.v1 import common_pb2, generation_pb2
 from tests.unit.api_edge.fakes import PROVENANCE, FakeEngine, Served, living, run, serving
 from tests.unit.reading import read_on
+from tests.unit.wire.raw_http2 import HEADERS, RawCall
 from tests.unit.wire.rig import until
 
 ANSWER = "the quick brown fox 😀 jumps"
@@ -59,6 +60,29 @@ def test_a_client_that_reads_nothing_is_not_kept(tokenizer: Tokenizer, monkeypat
             assert served.ends() == {}, "what became of it only its engine counts"
 
     run(check())
+
+
+@pytest.mark.timeout(60)
+def test_a_client_that_does_not_even_read_the_first_message_is_told_so(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(unread, "UNREAD_TIMEOUT_S", 0.3)
+
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, ANSWER), tokenizer) as served:
+            sampling = common_pb2.SamplingParams(max_tokens=4)
+            asked = generation_pb2.GenerateRequest(text="the", sampling=sampling).SerializeToString()
+            call = await RawCall.begin(served.grpc_address, "/jdisagg.v1.GenerationService/Generate", asked, window=4)
+            async with asyncio.timeout(20):
+                await call.until(HEADERS)
+                await asyncio.sleep(0.6)
+                call.allow(2**20)
+                await call.until(HEADERS, ends=True)
+            call.close()
+            await served.wait_idle()
+
+    run(check())
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_a_refused_call_leaves_nothing_to_the_garbage_collector(tokenizer: Tokenizer) -> None:

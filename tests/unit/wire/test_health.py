@@ -13,37 +13,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from jdisagg.api import channels, grpc_health
 from jdisagg.api.generation.token_engine import Health
 from jdisagg.api.grpc_health import HealthReporter
+from tests.unit.wire.raw_http2 import HEADERS, RawCall
 from tests.unit.wire.rig import pause, run_quiet
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload
-
-
-def _literal(name: bytes, value: bytes) -> bytes:
-    return bytes((0, len(name))) + name + bytes((len(value),)) + value
-
-
-HEAD = {b":method": b"POST", b":scheme": b"http", b":path": b"/grpc.health.v1.Health/Watch", b":authority": b"x"}
-HEAD |= {b"content-type": b"application/grpc", b"te": b"trailers"}
-NO_WINDOW = (0x4).to_bytes(2, "big") + bytes(4)  # SETTINGS_INITIAL_WINDOW_SIZE
-WATCHES = (
-    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-    + _frame(4, 0, 0, NO_WINDOW)
-    + _frame(1, 4, 1, b"".join(_literal(*field) for field in HEAD.items()))
-    + _frame(0, 1, 1, bytes(5))  # an empty request
-)
-
-
-async def _begun(reader: asyncio.StreamReader) -> None:
-    """Until the answer to the one call has begun: headers pass where data may not."""
-    kind = None
-    while kind != 1:
-        head = await reader.readexactly(9)
-        kind = head[3]
-        await reader.readexactly(int.from_bytes(head[:3], "big"))
 
 
 @pytest.mark.timeout(60)
@@ -55,15 +28,13 @@ def test_a_watcher_that_takes_nothing_keeps_nobody_from_the_truth_and_no_drain_f
         address = channels.bind(server)
         await server.start()
         await reporter.start()
-        host, _, port = address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(WATCHES)
+        deaf = await RawCall.begin(address, "/grpc.health.v1.Health/Watch", b"", window=0)
         try:
             async with channels.open_channel(address) as channel, asyncio.timeout(20):
                 stub = health_pb2_grpc.HealthStub(channel)
                 watch = stub.Watch(health_pb2.HealthCheckRequest())
                 assert (await watch.read()).status == SERVING
-                await _begun(reader)
+                await deaf.until(HEADERS)  # which pass where messages may not
                 status = Health(healthy=True, ready=False, reason="draining")
                 assert (await watch.read()).status == NOT_SERVING
                 assert (await stub.Check(health_pb2.HealthCheckRequest())).status == NOT_SERVING
@@ -74,7 +45,7 @@ def test_a_watcher_that_takes_nothing_keeps_nobody_from_the_truth_and_no_drain_f
                 await reporter.start()  # too late
                 assert (await stub.Check(health_pb2.HealthCheckRequest())).status == NOT_SERVING
         finally:
-            writer.close()
+            deaf.close()
             await server.stop(0)
 
     run_quiet(body())

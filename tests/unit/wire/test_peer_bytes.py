@@ -13,10 +13,12 @@ from jdisagg.api.channels import open_channel
 from jdisagg.api.peer import piece_server
 from jdisagg.api.peer.byte_source import GrpcByteSource
 from jdisagg.api.peer.piece_server import NO_PREFILL, PieceServer, add_peer_service
+from jdisagg.api.peer.piece_wire import FETCH
 from jdisagg.handoff.messages import HandoffId
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 from tests.unit.reading import read_whole
 from tests.unit.wire.peers import Decode, Prefill, opening
+from tests.unit.wire.raw_http2 import HEADERS, RawCall
 from tests.unit.wire.rig import identity, narrow_channel, run_quiet, start_server, until
 
 
@@ -82,6 +84,32 @@ def test_bytes_that_nobody_takes_are_given_up(monkeypatch: pytest.MonkeyPatch):
         await p.server.stop(0)
 
     run_quiet(body())
+
+
+@pytest.mark.timeout(60)
+def test_a_first_part_that_nobody_takes_is_given_up_and_its_status_comes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(piece_server, "STALL_TIMEOUT_S", 0.3)
+
+    async def body() -> None:
+        p = Prefill(identity())
+        address = await p.start()
+        p.pieces["k"] = bytes(2**21)
+        asked = peer_pb2.FetchRequest(key="k").SerializeToString()
+        call = await RawCall.begin(address, FETCH, asked, window=2**16 - 1)
+        try:
+            async with asyncio.timeout(20):
+                await call.until(HEADERS)
+                await asyncio.sleep(0.5)
+                call.allow(2**24)
+                assert await call.until(HEADERS, ends=True) < 2**20
+        finally:
+            call.close()
+            await p.server.stop(0)
+
+    run_quiet(body())
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_who_takes_a_lender_for_a_prefill_worker_is_told_so_and_no_traceback_is_logged(
