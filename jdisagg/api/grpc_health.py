@@ -18,6 +18,8 @@ from jdisagg.api.tasks import cancel_and_wait
 log = logging.getLogger(__name__)
 
 POLL_S = 0.25
+_LONGEST_NAME = 200  # characters
+_UNKNOWN = "no such service here; reflection lists those there are"
 AFTER_BUG_S = 1.0  # what failed in this process fails again: the log says so once a second
 
 
@@ -86,10 +88,14 @@ class _Servicer(health_pb2_grpc.HealthServicer):
         """The status now; NOT_FOUND for a service that is not served here."""
         if request.service in self._names:
             return health_pb2.HealthCheckResponse(status=self._status)
-        end_call(context, grpc.StatusCode.NOT_FOUND, "no such service here; reflection lists those there are")
+        end_call(context, grpc.StatusCode.NOT_FOUND, _UNKNOWN)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
-        """The status now and whenever it is another one than was told last; SERVICE_UNKNOWN where that is not served here."""
+        """The status now and whenever it is another one than was told last; SERVICE_UNKNOWN where that is not served here, and
+        NOT_FOUND where nobody names a service so: its name would stay in memory until the client goes."""
+        if len(request.service) > _LONGEST_NAME:
+            end_call(context, grpc.StatusCode.NOT_FOUND, _UNKNOWN)
+            return
         if request.service not in self._names:
             await context.write(health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVICE_UNKNOWN))
             await asyncio.Event().wait()  # until the client goes: what is served does not change

@@ -58,7 +58,7 @@ def test_a_service_that_is_not_served_is_unknown() -> None:
         address = channels.bind(server)
         await server.start()
         await reporter.start()
-        async with channels.open_channel(address) as channel:
+        async with channels.open_channel(address) as channel, asyncio.timeout(20):
             stub, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest(service="another")
             with pytest.raises(grpc.aio.AioRpcError, match="no such service here") as caught:
                 await stub.Check(request)
@@ -66,6 +66,10 @@ def test_a_service_that_is_not_served_is_unknown() -> None:
             watch = stub.Watch(request)
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
             watch.cancel()
+            request.service *= 1000
+            for ask in (stub.Check(request), stub.Watch(request).read()):
+                with pytest.raises(grpc.aio.AioRpcError, match="no such service here"):
+                    await ask
         await reporter.close()
         await server.stop(0)
 
