@@ -27,30 +27,14 @@ WIDE_TILE = 256  # queries; beyond, scores of a block no longer stay in a CPU's 
 _LOWEST = -1e30  # finite: exp(_LOWEST - _LOWEST) must be 1, not NaN
 
 
-def write(  # noqa: PLR0917
-    kv: jax.Array,
-    layer: int | jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    pages: jax.Array,
-    offsets: jax.Array,
-    *,
-    heads_major: bool,
-    dtype: jnp.dtype,
-) -> jax.Array:
-    """Store k, v [T, K, D] at (pages i32[T], offsets i32[T]) of one layer of `kv`, which is updated in place when donated.
-
-    `dtype` is the element type. `kv` may hold the elements' bits instead (uint16), here and in `attend`: XLA:CPU widens a
-    whole 16-bit float cache to float32 around every scatter and gather, and even a bitcast of it is a copy.
-    """
-    rows = jnp.concatenate([k, v], axis=-1).astype(dtype)
-    return store(kv, layer, rows, pages, offsets, heads_major=heads_major)
-
-
 def store(
     kv: jax.Array, layer: int | jax.Array, rows: jax.Array, pages: jax.Array, offsets: jax.Array, *, heads_major: bool
 ) -> jax.Array:
-    """Store rows [T, K, F] as they are at (pages i32[T], offsets i32[T]) of one layer; see `write`."""
+    """Store rows [T, K, F] at (pages i32[T], offsets i32[T]) of one layer of `kv`, which is updated in place when donated.
+
+    `kv` may hold the elements' bits instead (uint16), here and in `attend`: XLA:CPU widens a whole 16-bit float cache to
+    float32 around every scatter and gather, and even a bitcast of it is a copy.
+    """
     rows = _cast_bits(rows, kv.dtype)
     if heads_major:
         heads = jnp.arange(rows.shape[1])[None, :]  # named one by one: XLA:TPU copies the cache for a slice in between

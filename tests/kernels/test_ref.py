@@ -132,12 +132,12 @@ def test_attention_sums_the_same_bits_whatever_the_width_of_the_page_table(heads
 def test_write_stores_the_rows_and_nothing_else(heads_major, dtype):
     rng = np.random.default_rng(2)
     before = rng.normal(size=(L, P, S, K, 2 * D)).astype(dtype)
-    k, v = rng.normal(size=(2, 3, K, D)).astype(dtype)
+    rows = rng.normal(size=(3, K, 2 * D)).astype(dtype)
     pages, offsets = np.array([5, 0, 7], np.int32), np.array([3, 0, 1], np.int32)
-    kernel = jax.jit(partial(ref.write, heads_major=heads_major, dtype=dtype), donate_argnums=0)
-    kv = kernel(jnp.asarray(stored(before.swapaxes(2, 3) if heads_major else before)), np.int32(1), k, v, pages, offsets)
+    kernel = jax.jit(partial(ref.store, heads_major=heads_major), donate_argnums=0)
+    kv = kernel(jnp.asarray(stored(before.swapaxes(2, 3) if heads_major else before)), np.int32(1), rows, pages, offsets)
     wanted = before.copy()
-    wanted[1, pages, offsets] = np.concatenate([k, v], axis=-1)
+    wanted[1, pages, offsets] = rows
     got = np.asarray(kv).view(dtype)
     np.testing.assert_array_equal(got.swapaxes(2, 3) if heads_major else got, wanted)
 
