@@ -181,7 +181,7 @@ class FleetEngine:
         return {"members": self.workers.snapshot(), "flights": flights, "quarantined": quarantined}
 
     async def drain(self, deadline_s: float) -> int:
-        """Admit nothing more and wait for what runs."""
+        """Admit nothing more and wait for what runs. Returns the number still unfinished at `deadline_s` (monotonic)."""
         if not self._draining:
             left_s = max(0.0, deadline_s - monotonic())
             log.info("draining: nothing more is admitted, %d requests are waited for %.3g s", len(self._flights), left_s)

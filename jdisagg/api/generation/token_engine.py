@@ -61,7 +61,3 @@ class TokenEngine(Protocol):
     async def debug_state(self) -> dict[str, Any]:
         """Queues, ledgers and streams as JSON-able data; within seconds also when the engine hangs (it then says so)."""
         ...
-
-    async def drain(self, deadline_s: float) -> int:
-        """Stop admitting; returns the number of requests still unfinished at the (monotonic) deadline."""
-        ...

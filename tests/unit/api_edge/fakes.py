@@ -115,10 +115,6 @@ class FakeEngine:
         """See TokenEngine."""
         return {"live": sorted(self.live)}
 
-    async def drain(self, deadline_s: float) -> int:
-        """See TokenEngine."""
-        return len(self.live)
-
 
 def _logprob(position: int, token_id: int, num_top: int) -> TokenLogprob:
     top = tuple((position + 2 + rank, -0.25 - rank) for rank in range(num_top))
