@@ -85,9 +85,9 @@ class Biography:
         self._tell_change(call, args, now_s)
         outputs = result if isinstance(result, list | tuple) else (result,)
         self._take_outputs([o for o in outputs if isinstance(o, Output) and o.request_id == self._request_id], now_s)
-        if self._sequence is not None and self._sequence.status is Status.FINISHED:
-            self._end(call, args, now_s)
-        elif self._sequence is not None:
+        if self._sequence.status is Status.FINISHED:
+            self._end(call, now_s)
+        else:
             self._status = self._sequence.status
 
     def close(self, now_s: float) -> None:
@@ -215,7 +215,7 @@ class Biography:
                 ended = "failed" if output.finish is FinishReason.ERROR else "finished"
                 self._say(now_s, f"{ended}: {said}, {counted(self._num_tokens, 'token')}; {self._phase_text(now_s)}")
 
-    def _end(self, call: str, args: tuple[Any, ...], now_s: float) -> None:
+    def _end(self, call: str, now_s: float) -> None:
         """It is out of the tables."""
         if call in ("cancel", "release"):
             self._settle(now_s)
