@@ -40,7 +40,7 @@ def _without_metaspace(tokenizer_json: str) -> str:
         )
     space = decoders.Replace(parts[_METASPACE]["replacement"], " ")
     known = decoders.Sequence([space, decoders.ByteFallback(), decoders.Fuse()])
-    backend.decoder = known  # pyright: ignore[reportAttributeAccessIssue]
+    backend.decoder = known
     return backend.to_str()
 
 

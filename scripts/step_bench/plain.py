@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -54,5 +52,5 @@ class ScannedModel(DecoderModel):
             return x, own.data[0]
 
         x = jnp.take(params["embed_tokens"]["embedding"], batch.token_ids, axis=0)
-        x, data = cast(tuple[jax.Array, jax.Array], lax.scan(body, x, (params["layers"], kv[0].data)))
+        x, data = lax.scan(body, x, (params["layers"], kv[0].data))
         return (KVGroup(data),), rms_norm(params["norm"], x, self.spec.norm_eps)

@@ -86,7 +86,7 @@ class Protocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._crowd = crowd
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         self._room = self._crowd.room(len(self.connections))
         if self._room is Room.NONE:
             _end_with(transport, self._crowd.refusal())
