@@ -9,7 +9,6 @@ import re
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import httpx
@@ -44,7 +43,6 @@ class Member:
         self.up = False  # READY and not struck down since
         self.frozen = False
         self.ready: Ready | None = None
-        self.ready_s = 0.0
         self.process: FleetProcess | None = None
         self._port = 0  # a worker's own, behind the proxy
         self._flags = flags
@@ -111,7 +109,6 @@ class Member:
         process = self.process
         assert process is not None
         self.ready = await asyncio.to_thread(process.wait_ready, READY_TIMEOUT_S)
-        self.ready_s = monotonic()
         self.up = True
 
     def kill(self) -> None:
