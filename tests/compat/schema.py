@@ -11,7 +11,6 @@ from google.protobuf.message import Message
 V1 = Path(__file__).parent / "v1"
 FIRST = V1 / "first.binpb"  # the first v1; never made again
 RECORDED = V1 / "recorded.binpb"  # v1 when the messages beside it were recorded
-PACKAGE = "jdisagg.v1"
 M = TypeVar("M", bound=Message)
 
 

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdisagg.api.peer.byte_source import GrpcByteSource
 from jdisagg.handoff.messages import ChunkReady, HandoffId
 from jdisagg.kv.group import KVGroup
-from jdisagg.transfer.base import Fetcher, Piece, PieceArrived, PieceFailed, Published, Publisher, PublishFailed, TransferEvent
+from jdisagg.transfer.base import Fetcher, Piece, PieceArrived, PieceFailed, Published, Publisher, TransferEvent
 from jdisagg.transfer.cut import Cutter, Joiner
 from jdisagg.transfer.device_put import DevicePutPublisher, device_put_fetcher
 from jdisagg.transfer.grpc_backend import PieceStore
@@ -221,12 +221,6 @@ class Rig:
         self.fetch(ready)
         event = self.event()
         assert isinstance(event, PieceFailed), event
-        return event
-
-    def publish_failed(self, key: str, sent: Piece) -> PublishFailed:
-        self.publisher.publish(H, key, sent)
-        event = self.event()
-        assert isinstance(event, PublishFailed), event
         return event
 
     def close(self) -> None:

@@ -17,7 +17,6 @@ from tests.unit.auditor import self_check, the_auditor
 from tests.unit.transfer.rig import CHUNK_TOKENS, FEATURES, HEADS, LAYERS, H, Rig, error_array, piece, sharding, tokens
 
 KINDS = ["device_put", "grpc", "grpc-loopback", "tcp", "shm", "jax", "fake"]
-BYTE_KINDS = [kind for kind in KINDS if kind != "device_put"]
 
 
 @pytest.fixture(params=KINDS)
