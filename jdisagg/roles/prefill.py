@@ -19,7 +19,6 @@ from math import inf
 from typing import Any
 
 from jdisagg.core.errors import RequestError, Unavailable
-from jdisagg.core.looks import Looks
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.record import RequestRecord
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance
@@ -27,6 +26,7 @@ from jdisagg.handoff import actions as act
 from jdisagg.handoff.events import PeerAlive, PeerMessage, PeerOpened
 from jdisagg.handoff.messages import ChunkReady, Declined, HandoffId, Refused, Want
 from jdisagg.handoff.prefill_side import PrefillSide
+from jdisagg.roles.full_pool import FullPool
 from jdisagg.roles.gauge_share import GaugeShare
 from jdisagg.roles.inbox import Message
 from jdisagg.roles.kv_borrowing import KVBorrowing
@@ -37,8 +37,6 @@ from jdisagg.transfer.base import PieceArrived, PieceFailed, Published, PublishF
 from jdisagg.transfer.choice import PublisherSet
 
 log = logging.getLogger(__name__)
-
-STUCK_S = 0.25
 
 
 class PrefillRole:
@@ -71,7 +69,7 @@ class PrefillRole:
         self._records: dict[str, RequestRecord] = {}  # of live hand-offs, by engine request id
         self._num_computed = Counter[str]()  # tokens in steps so far, by engine request id, until the hand-off is over
         self._opened: dict[HandoffId, PeerOpened] = {}  # live hand-offs, as their D opened them
-        self._stuck: Looks | None = None  # while prompts wait and none runs: computed ones hold the pages
+        self._full_pool = FullPool()
 
     def admit(self, request: EngineRequest, now_s: float) -> None:
         """Only the self-test comes this way: a prompt whose KV nobody fetches."""
@@ -141,23 +139,17 @@ class PrefillRole:
         return []
 
     def _make_room(self, now_s: float) -> None:
-        """When a whole step could start nobody, computed prompts whose D has no pages stand back, one per tick: at once for
-        one whose D holds pages, else after `STUCK_S`, since its D would have taken the memory just as well. What P stood still
-        meanwhile is no such pause: what D said is on its way."""
-        counts = self._scheduler.counts()
-        num_waiting = counts["waiting"] + counts["prealloc"]
-        if not (num_waiting and counts["publishing"]) or counts["running"] or counts["transfer"]:
-            self._stuck = None
-        elif self._stuck is None:
-            self._stuck = Looks(STUCK_S)
-            self._stuck.awake_s(now_s)
-        elif self._stuck.awake_s(now_s) >= STUCK_S or self._handoffs.is_awaited:
-            parked = self._scheduler.park(self._handoffs.parkable())
-            if parked is not None:
-                log.info("request %s: gave its pages to waiting prompts, its receiver has none yet", parked)
-                if record := self._records.get(parked):
-                    record.parked(now_s)
-                self._execute(self._handoffs.on_parked(parked), now_s)
+        """When a whole step could start nobody, computed prompts whose D has no pages stand back, one per tick."""
+        if not self._full_pool.look(self._scheduler.counts(), now_s):
+            return
+        parkable = self._full_pool.to_park(self._handoffs.parkable(), is_awaited=self._handoffs.is_awaited)
+        parked = self._scheduler.park(parkable) if parkable else None
+        if parked is not None:
+            log.info("request %s: gave its pages to waiting prompts, its receiver has none yet", parked)
+            self._full_pool.parked(parked)
+            if record := self._records.get(parked):
+                record.parked(now_s)
+            self._execute(self._handoffs.on_parked(parked), now_s)
 
     def after_step(self, plan: Plan | None, outputs: list[Output], now_s: float) -> list[Output]:
         """Publish what the dispatched chunks made, and answer first tokens; failures come first, their pages are gone."""
@@ -190,6 +182,7 @@ class PrefillRole:
     def _sampled(self, output: Output, now_s: float) -> None:
         if output.token_ids and (record := self._records.get(output.request_id)):
             record.produced(now_s)
+        self._full_pool.told(output.request_id)
         num_computed = self._num_computed[output.request_id]
         provenance = Provenance(prefill_worker=self._worker, prefilled_tokens=num_computed)
         signed = replace(output, provenance=self._borrowing.sign(output.request_id, provenance))
@@ -213,6 +206,7 @@ class PrefillRole:
                 case act.Admit():
                     self._admit(action, now_s)
                 case act.Unpark(engine_request_id=request_id):
+                    self._full_pool.unparked(request_id)
                     self._scheduler.unpark(request_id)
                 case act.Reply(handoff=handoff, message=message):
                     if opened := self._opened.get(handoff):
@@ -229,6 +223,7 @@ class PrefillRole:
                 case act.Discard(key=key):
                     self._publishers.discard(key)
                 case act.ReleaseRequest(engine_request_id=request_id):
+                    self._full_pool.closed(request_id)
                     self._borrowing.release(request_id)
                     self._scheduler.release(request_id)
                     self._num_computed.pop(request_id, None)
@@ -242,6 +237,7 @@ class PrefillRole:
         except RequestError as error:
             self._execute(self._handoffs.on_refused(handoff, error), now_s)
             return
+        self._full_pool.opened(request.request_id, self._opened[handoff].peer)
         self._borrowing.consider(admit, now_s)
         self._records[request.request_id] = self._record(request, now_s)
         cached_tokens = self._scheduler.held_tokens(request.request_id)
