@@ -5,15 +5,17 @@ computed for it is thrown away when its deadline passes. At four times what a fl
 computed for nobody, and a fifth as many requests ended well. By Little's law the wait is that of so many departures as requests
 are before it.
 
-It speaks of an unbroken queue only, of at least `FEW` requests, in which as many have been served within the latest 30 s, and
-when it has seen a fifth of the time in question, or 30 s: a burst, or a stall that is over, is no overload, and a worker that
-serves fewer refuses nobody. Time in which fewer wait does not count: behind one that is long at its peer others are served as
-fast as they come, not as they could be. Deterministic: the clock is the caller's.
+It speaks of an unbroken queue only, of at least `FEW` requests, in which as many have been served, and when it has seen a fifth
+of the time in question, or 30 s: a burst, or a stall that is over, is no overload. The rate is that of the latest 30 s and of
+what serving the last `FEW` has taken beside: minutes where a prompt takes seconds, or many decode workers share what one
+computes. Time in which fewer wait does not count, and what was before 30 s of it says nothing any more: behind one that is long
+at its peer others are served as fast as they come, not as they could be. Deterministic: the clock is the caller's.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from math import inf
 
 from jdisagg.core.errors import Overloaded
 from jdisagg.core.requests import EngineRequest
@@ -24,7 +26,8 @@ from jdisagg.sched.table import SequenceTable
 QUEUE_SHARE = 0.5  # of the time a request has that may pass before its slot; the rest is for its tokens
 FEW = 8  # of fewer nothing can be said
 _LEAST_SEEN = 0.2  # of the wait in question
-_WINDOW_S = 30.0  # over which the rate is taken
+_WINDOW_S = 30.0  # over which the rate is taken, and what the latest FEW took beside it
+_LONGEST_S = 600.0  # of that in all: of fewer nothing is said
 _GRAIN_S = 0.5  # between samples of it
 _LEAST_TIME_S = 0.5  # of who has less nothing is said: a short wait is no overload, and a deadline that ends it no waste
 _STOPPED_S = 5.0  # between plans: that was no step, the process stood still
@@ -38,6 +41,7 @@ class Forecast:
         self._table = table
         # (time, seconds in which FEW waited, served in them), since somebody waits
         self._samples: deque[tuple[float, float, int]] = deque()
+        self._latest_s = deque([-inf] * FEW, maxlen=FEW)  # when the latest ones were served while FEW waited
         self._since: tuple[float, int] | None = None  # when FEW wait: (time, served so far) as of the latest sample or later
         self._retry_times = RetryTimes()
 
@@ -78,12 +82,18 @@ class Forecast:
             self._begin(now_s)
         sample = now_s, *self._count(now_s)
         self._since = (now_s, self._table.stats.served) if num_waiting >= FEW else None
+        self._latest_s.extend([now_s] * min(FEW, sample[2] - self._samples[-1][2]))
         if len(self._samples) > 1 and now_s - self._samples[-2][0] < _GRAIN_S:
             self._samples[-1] = sample
         else:
             self._samples.append(sample)
-        while len(self._samples) > 2 and now_s - self._samples[1][0] >= _WINDOW_S:
+        while len(self._samples) > 2 and self._is_old(self._samples[1], sample):
             self._samples.popleft()
+
+    def _is_old(self, sample: tuple[float, float, int], latest: tuple[float, float, int]) -> bool:
+        """What was before it is no part of the rate any more."""
+        passed_s, seen_s = latest[0] - sample[0], latest[1] - sample[1]
+        return self._latest_s[0] - sample[0] >= _WINDOW_S or passed_s - seen_s >= _WINDOW_S or passed_s >= _LONGEST_S
 
     def _begin(self, now_s: float) -> None:
         self._samples.clear()

@@ -237,6 +237,77 @@ def test_a_queue_that_nobody_has_left_says_nothing() -> None:
     assert not load.refused
 
 
+class AtPeer(Load):
+    """A decode worker with slots for all, whose peer computes one prompt after the other; what ends with its first token."""
+
+    def __init__(self) -> None:
+        super().__init__(Role.DECODE, max_queue_len=10_000)
+        self.num_late = 0
+
+    def wait(self, seconds: float, *, every_s: float = 0.0, per_s: float = 0.0, time_s: float = 120.0) -> None:
+        """The peer computes a prompt `every_s`, if not 0, and `per_s` come."""
+        scheduler = self.engine.scheduler
+        began_s, num_served, num_before = self.engine.now_s, 0, self.num_sent
+        while (passed_s := self.engine.now_s - began_s) < seconds:
+            while self.num_sent - num_before < passed_s * per_s:
+                self.send(time_s=time_s)
+            self.num_late += sum(output.error is not None for output in scheduler.expire(self.engine.now_s))
+            while every_s and passed_s - num_served * every_s >= every_s:
+                num_served += 1
+                if name := next(iter(scheduler.table.live), ""):
+                    first = Output(request_id=name, token_ids=(1,), finish=FinishReason.STOP)
+                    scheduler.remote_first_token(name, first, self.engine.now_s)
+            scheduler.schedule(self.engine.now_s)
+            self.engine.now_s += 0.25
+
+
+@pytest.mark.parametrize("every_s", [0.25, 4.5, 9.0])
+def test_goodput_does_not_fall_however_few_are_served_in_a_minute(every_s: float) -> None:
+    load = AtPeer()
+    load.wait(400 * every_s, every_s=every_s, per_s=2 / every_s, time_s=25 * every_s)
+    assert load.refused
+    assert load.num_late < 20
+    load.refused.clear()
+    assert load.send(time_s=400 * every_s)
+
+
+def test_how_slowly_a_queue_moved_says_nothing_once_few_have_waited_for_a_while() -> None:
+    """They need not end: the queue was never empty."""
+    load = AtPeer()
+    load.wait(80.0, every_s=5.0, per_s=0.4, time_s=600.0)
+    for name in list(load.engine.scheduler.table.live)[1:]:
+        load.engine.scheduler.cancel(name)
+    load.wait(40.0)
+    load.wait(1.0, per_s=40.0, time_s=60.0)
+    load.wait(3.0, every_s=0.25, per_s=4.0, time_s=60.0)
+    assert not load.refused
+
+
+def test_what_was_served_before_a_stall_counts_while_it_lasts() -> None:
+    """By the latest few, and the time since, 50 requests would take as many minutes as they take seconds."""
+    load = AtPeer()
+    load.wait(1.0, per_s=50.0, time_s=600.0)
+    load.wait(60.0, every_s=0.25, per_s=4.0, time_s=600.0)
+    load.wait(45.0)
+    load.wait(1.0, per_s=2.0, time_s=200.0)
+    assert not load.refused
+    load.wait(90.0)
+    load.send(time_s=60.0)
+    assert load.refused, "it has lasted long"
+
+
+@pytest.mark.parametrize("num_waiting", [1, FEW])
+def test_a_queue_that_nobody_leaves_for_hours_takes_no_memory(num_waiting: int) -> None:
+    load = AtPeer()
+    for _ in range(num_waiting):
+        load.send(time_s=FAR_S)
+    load.wait(2 * 3600.0)
+    forecast = load.engine.scheduler._arrivals._forecast
+    assert len(forecast._samples) <= 2402, "600 s of two or four in a second"
+    load.send(time_s=1.0)
+    assert not load.refused
+
+
 def test_an_overload_that_comes_again_after_a_pause_replays_from_its_log(tmp_path: Path) -> None:
     load = Load(schedule_log=str(path := tmp_path / "log.jsonl"))
     for _ in range(2):
