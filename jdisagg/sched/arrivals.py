@@ -15,6 +15,8 @@ from jdisagg.sched.states import Status
 from jdisagg.sched.stops import find_stop, stop_ids
 from jdisagg.sched.table import SequenceTable
 
+ALL_NEW = 2**62  # more than will ever come: numbers of those that go on are below zero
+
 
 class Arrivals:
     """Turns requests into sequences of its table, and ends those whose deadline has passed."""
@@ -46,7 +48,8 @@ class Arrivals:
         if self._end_if_complete(request):
             return
         status = Status.PREALLOC if remote else Status.WAITING
-        order = (self._rank(request, now_s), self._num_added)
+        begun = goes_on or bool(request.generated_token_ids)
+        order = self._order(request, now_s, begun=begun)
         decodes = self._limits.role is not Role.PREFILL  # a choice that forks feeds the prompt's last token in a decode step
         if request.fork_group and decodes and self._table.groups.can_wait(request, remote=remote):
             status = Status.FORKING
@@ -54,7 +57,6 @@ class Arrivals:
             if decodes:  # P's clients are decode workers, which counted the wait for it
                 self._forecast.check(request, order, now_s)
             # a choice that waits for its sibling takes no place of its own
-            begun = goes_on or bool(request.generated_token_ids)
             self._queue_limit.admit(now_s, goes_on=begun, num_asked=request.num_asked)
             self._forecast.added(now_s)
         sequence = Sequence(
@@ -104,6 +106,18 @@ class Arrivals:
                 outputs.append(output)
         self._next_deadline_s = min((s.request.deadline_s for s in self._table.live.values()), default=float("inf"))
         return outputs
+
+    def _order(self, request: EngineRequest, now_s: float, *, begun: bool) -> tuple[float, int]:
+        """(rank, number). A request whose client has some of its answer already goes before all new ones of its priority that
+        wait, at the rank of the first of them: no others are passed than that one would pass. So many as were let in before."""
+        rank = self._rank(request, now_s)
+        if not begun:
+            return rank, self._num_added
+        if self._config.scheduling_policy == "priority":
+            for queue in (self._table.queues[Status.WAITING], self._table.queues[Status.PREALLOC]):
+                ranks = (s.order[0] for s in queue.head(len(queue)) if s.request.priority == request.priority)
+                rank = min(rank, next(ranks, rank))
+        return rank, self._num_added - ALL_NEW
 
     def _rank(self, request: EngineRequest, now_s: float) -> float:
         """Lower goes first. A request of a worse priority is passed only by those that come at most (difference in priority) x

@@ -292,4 +292,5 @@ class Biography:
 def _rank(other: Sequence | None, sequence: Sequence) -> str:
     if other is None:
         return "gone since"
-    return "older" if other.order[0] == sequence.order[0] else "goes before"
+    (rank, number), (own_rank, own_number) = other.order, sequence.order
+    return "older" if rank == own_rank and (number < 0) == (own_number < 0) else "goes before"

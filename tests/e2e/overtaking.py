@@ -5,7 +5,8 @@ The bound of policy `priority`: a request gets memory after one that came later 
 (a) the later one ranks better: it came at most (difference in priority) x `priority_aging_s` after it; or
 (b) it did not fit into the free pages, or had no slot while the later one needs none yet, and then at most `max_bypass`
     requests of worse rank go before it in its whole life, none once it has lost its pages. Choices that fork from a sibling
-    in memory count with their sibling.
+    in memory count with their sibling;
+(c) the later one goes on: its client had some of the answer when it came.
 
 A free slot goes to one of worse rank only while the better one does not fit into the free pages.
 """
@@ -164,7 +165,7 @@ class _Reader:
     def _check_better(self, sequence: Sequence, life: Life, admitted: list[Sequence]) -> None:
         for other in (s for s in admitted if s.order < sequence.order):
             later = self._lives[other.request_id]
-            if later.added_s <= life.added_s:
+            if later.added_s <= life.added_s or other.order[1] < 0:  # it goes on
                 continue
             self.story.better += 1
             allowed_s = (life.request.priority - later.request.priority) * self._aging_s
