@@ -8,6 +8,7 @@ from jdisagg.core.requests import EngineRequest, Output, Role
 from jdisagg.sched.admission import Admission
 from jdisagg.sched.committer import Committer
 from jdisagg.sched.forecast import Forecast
+from jdisagg.sched.forks import may_wait
 from jdisagg.sched.intake import Limits, check_request
 from jdisagg.sched.queue_limit import QueueLimit
 from jdisagg.sched.sequence import Sequence, WaitState
@@ -51,13 +52,14 @@ class Arrivals:
         begun = goes_on or bool(request.generated_token_ids)
         order = self._order(request, now_s, begun=begun)
         decodes = self._limits.role is not Role.PREFILL  # a choice that forks feeds the prompt's last token in a decode step
-        if request.fork_group and decodes and self._table.groups.can_wait(request, remote=remote):
+        if decodes and self._table.groups.can_wait(request, remote=remote):
             status = Status.FORKING
         else:
             if decodes:  # P's clients are decode workers, which counted the wait for it
                 self._forecast.check(request, order, now_s)
             # a choice that waits for its sibling takes no place of its own
-            self._queue_limit.admit(now_s, goes_on=begun, num_asked=request.num_asked)
+            group = request.fork_group if decodes and may_wait(request, remote=remote) else ""
+            self._queue_limit.admit(now_s, goes_on=begun, num_asked=request.num_asked, group=group)
             self._forecast.added(now_s)
         sequence = Sequence(
             request=request,

@@ -23,13 +23,8 @@ class ForkGroups:
         self._members: dict[str, list[Sequence]] = {}
 
     def can_wait(self, request: EngineRequest, *, remote: bool) -> bool:
-        """A sibling with the same prompt is live and will have what this request needs of it.
-
-        Not for resumed requests, nor where every position has to be computed for its log-probabilities; and a remote one that
-        ends with its first token never fetches any KV that others could share.
-        """
-        fewest = 2 if remote else 1
-        if request.generated_token_ids or request.sampling.prompt_logprobs is not None or request.sampling.max_tokens < fewest:
+        """A sibling with the same prompt is live and will have what this request needs of it."""
+        if not may_wait(request, remote=remote):
             return False
         return any(_shares_prompt(s.request, request) for s in self._members.get(request.fork_group, ()))
 
@@ -69,6 +64,16 @@ class ForkGroups:
                     if donor is not None:
                         found.append((child, donor))
         return dict(sorted(found, key=lambda pair: pair[0].order))
+
+
+def may_wait(request: EngineRequest, *, remote: bool) -> bool:
+    """A choice that takes its prompt from a sibling, if one is there.
+
+    Not resumed requests, nor where every position has to be computed for its log-probabilities; and a remote one that ends with
+    its first token never fetches any KV that others could share.
+    """
+    is_new = not request.generated_token_ids and request.sampling.prompt_logprobs is None
+    return bool(request.fork_group) and is_new and request.sampling.max_tokens >= (2 if remote else 1)
 
 
 def _has_prompt(sequence: Sequence) -> bool:

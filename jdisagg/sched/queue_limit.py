@@ -3,7 +3,8 @@
 Who came since the latest plan, which left nobody waiting, may find a free slot at the next one, and does not count as waiting
 before that. Nor do those on D for which a slot is free, and whose P has not begun: a burst at an idle pair waits for P alone.
 Refused requests are given places one after the other, as fast as places were seen to come free: with ten a second leaving the
-queue, the first one refused hears 0.1 s, the tenth 1 s, and they do not all come back at once.
+queue, the first one refused hears 0.1 s, the tenth 1 s, and they do not all come back at once. Choices that would share one
+place are given one.
 Deterministic: the clock is the caller's.
 """
 
@@ -12,11 +13,13 @@ from __future__ import annotations
 from collections import deque
 
 from jdisagg.core.errors import Overloaded
-from jdisagg.sched.retry import RetryTimes
+from jdisagg.core.latest import remember
+from jdisagg.sched.retry import MIN_RETRY_S, RetryTimes
 from jdisagg.sched.states import Status
 from jdisagg.sched.table import SequenceTable
 
 UNKNOWN_RETRY_S = 1.0  # nothing has left a queue yet
+MOST_GROUPS = 64  # refused at about the same time; a forgotten one is promised another place
 _WINDOW_S = 30.0  # of time with a queue, over which the rate is taken
 _GRAIN_S = 0.5  # between samples of it
 
@@ -32,15 +35,22 @@ class QueueLimit:
         self._observed_s: float | None = None
         self._samples: deque[tuple[float, int]] = deque([(0.0, 0)])  # (seconds with a queue, left it), both since start
         self._retry_times = RetryTimes()
+        self._promised_s: dict[str, float] = {}  # to latest groups, when their place comes free
 
-    def admit(self, now_s: float, *, goes_on: bool = False, num_asked: int = 1) -> None:
+    def admit(self, now_s: float, *, goes_on: bool = False, num_asked: int = 1, group: str = "") -> None:
         """One more waits from now on. Raises Overloaded with `retry_after_s` when the queue is full, as one of `num_asked`, but
-        for a stream that `goes_on` after another worker: its client has seen some of it, and was promised the rest."""
+        for a stream that `goes_on` after another worker: its client has seen some of it, and was promised the rest. All of one
+        `group` would take one place: the first of them to be refused is promised one, the others hear of the same."""
         num_waiting = self._count() - self._num_expected()
         if goes_on or num_waiting < self._max_queue_len:
             self._num_added += 1
             return
-        retry_after_s = self._retry_times.retry_after_s(now_s, now_s, self._seconds_per_place(now_s), num_asked)
+        if (promised_s := self._promised_s.get(group, now_s)) > now_s:
+            retry_after_s = max(MIN_RETRY_S, promised_s - now_s)
+        else:
+            retry_after_s = self._retry_times.retry_after_s(now_s, now_s, self._seconds_per_place(now_s), num_asked)
+        if group:
+            remember(self._promised_s, group, now_s + retry_after_s, MOST_GROUPS)
         raise Overloaded(
             f"{num_waiting} requests are waiting, max_queue_len is {self._max_queue_len}; "
             f"retry in {retry_after_s:.1f} s or add a worker",

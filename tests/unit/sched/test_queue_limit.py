@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from jdisagg.core.errors import Overloaded
 from jdisagg.core.requests import FinishReason, Role
-from jdisagg.sched.queue_limit import UNKNOWN_RETRY_S
+from jdisagg.sched.queue_limit import MOST_GROUPS, UNKNOWN_RETRY_S
 from jdisagg.sched.retry import MAX_RETRY_S, MIN_RETRY_S
 from tests.unit.sched.engine_fake import FakeEngine, request
 
 
-def refused_s(engine: FakeEngine, *, num_asked: int = 1) -> float:
+def refused_s(engine: FakeEngine, *, num_asked: int = 1, **options: Any) -> float:
     with pytest.raises(Overloaded, match="max_queue_len") as caught:
-        engine.add(request("one-too-many", (1, 2), 3, num_asked=num_asked))
+        engine.add(request("one-too-many", (1, 2), 3, num_asked=num_asked, **options))
     assert f"retry in {caught.value.retry_after_s:.1f} s" in caught.value.message
     return caught.value.retry_after_s
 
@@ -43,6 +44,32 @@ def test_who_asked_several_workers_is_promised_its_share_of_a_place_at_each() ->
     place_s = -refused_s(engine) + refused_s(engine)
     times = [refused_s(engine, num_asked=4) for _ in range(5)]
     assert [after - before for before, after in pairwise(times)] == [pytest.approx(place_s / 4)] * 4
+
+
+def test_choices_that_would_share_a_place_are_promised_one() -> None:
+    engine = under_load(1.0)
+    place_s = -refused_s(engine) + refused_s(engine)
+    first_s, *rest = (refused_s(engine, fork_group="a") for _ in range(8))
+    assert rest == [pytest.approx(first_s)] * 7
+    assert refused_s(engine, fork_group="b") == pytest.approx(first_s + place_s)
+    assert refused_s(engine) == pytest.approx(first_s + 2 * place_s)
+    engine.now_s += 0.5
+    assert refused_s(engine, fork_group="a") == pytest.approx(first_s - 0.5), "it is the same place, and nearer"
+    engine.now_s += first_s
+    assert refused_s(engine, fork_group="a") > 2 * place_s, "it came free, and was not taken"
+
+
+def test_choices_that_would_take_a_place_each_are_promised_as_many() -> None:
+    engine = under_load(1.0)
+    times = [refused_s(engine, fork_group="a", prompt_logprobs=0) for _ in range(3)]
+    assert [after - before for before, after in pairwise(times)] == [pytest.approx(times[0])] * 2
+
+
+def test_choices_of_many_calls_take_no_memory_when_they_are_refused() -> None:
+    engine = under_load(0.3)
+    for number in range(1000):
+        refused_s(engine, fork_group=f"g{number}")
+    assert len(engine.scheduler._arrivals._queue_limit._promised_s) == MOST_GROUPS
 
 
 def test_without_any_experience_it_is_a_second() -> None:
