@@ -95,7 +95,7 @@ class DecodeSide:
     def release(self, request_id: str) -> list[DecodeAction]:
         """End the hand-off, whatever its stage; unknown ids are ignored."""
         record = self._live.pop(request_id, None)
-        return [] if record is None else record.hang_up()
+        return [] if record is None else self._recovery.end(record)
 
     # --- messages of P
 
@@ -133,7 +133,7 @@ class DecodeSide:
                 return []
             case msg.Started() if stage is not InboundStage.OPENING:
                 stream.has_started = True
-                return [act.PeerReady(record.request.request_id)]
+                return [act.PeerReady(record.request.request_id), *self._recovery.place_free(stream.peer, now_s)]
             case msg.Parked() if stage is InboundStage.COMPUTED:
                 stream.is_parked = True
                 return []
@@ -194,7 +194,7 @@ class DecodeSide:
         if error is not None and is_final(error):
             return self._recovery.fail(record, error)
         if isinstance(error, Overloaded):
-            return self._recovery.pass_over(record, now_s)
+            return self._recovery.pass_over(record, now_s, told_s=error.retry_after_s)
         return self._recovery.lose(record, cause, now_s, error)
 
     # --- pieces

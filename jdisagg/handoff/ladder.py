@@ -1,11 +1,13 @@
 """Which prefill worker is asked next, and when to stop asking. One Ladder per request.
 
-A worker that failed is not asked again, unless it is the only one: then once more, after a pause. A worker that was merely
-full is asked again after a pause that doubles from 0.1 s to 2 s, for as long as the request's deadline allows. A worker for
+A worker that failed is not asked again, unless it is the only one: then once more, after a pause. One that was merely full is
+asked again, not before the time that it named, for as long as the request's deadline allows. Whether somebody has come
+meanwhile is looked at after pauses that double from 0.1 s to 2 s. A worker for
 which the request is wrong is never asked again, and its word is not the last: the decode worker has checked the request and
 found it right, so the other one serves less (a shorter context, fewer pages, another model). Nor is one asked again that has a
 setting of its own to blame, which it names. Those that have come since the request was begun are asked when a pause is over,
 before those that were full, and where nobody else is left.
+Of a fleet that is full one more is asked then, not as many as a router names once again.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from jdisagg.core.fleet import MAX_PREFILL_PEERS
 
 PeersNow = Callable[[], tuple[str, ...]]  # whom one request may ask, as it is known now, in order of preference
 
+FULL = "full"  # why a peer has no room: its queue has none
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
 _FINAL = (DeadlineExceeded, NumericalError)
@@ -49,8 +52,8 @@ class Ladder:
         self._num_failures: dict[str, int] = {}
         self._unfit: dict[str, RequestError] = {}
         self._went_down: dict[str, bool] = {}  # whether no more is known of it than that it is silent
-        self._busy: dict[str, str] = {}  # why
-        self._pause_s = FIRST_PAUSE_S
+        self._busy: dict[str, tuple[str, float]] = {}  # why, and until when at least
+        self.pause_s = FIRST_PAUSE_S  # the next one
 
     def failed(self, peer: str, error: RequestError | None = None) -> None:
         """`peer` lost the hand-off; `error`: what it said, if it did."""
@@ -66,9 +69,13 @@ class Ladder:
         """`peer` had not gone down after all."""
         self._went_down.pop(peer, None)
 
-    def busy(self, peer: str, why: str) -> None:
-        """`peer` has no room now; `why`: "full", say."""
-        self._busy[peer] = why
+    def busy(self, peer: str, why: str, until_s: float = 0.0) -> None:
+        """`peer` has no room now; `why`: FULL, say. It is not asked again before `until_s`."""
+        self._busy[peer] = why, until_s
+
+    def has_room(self, peer: str) -> None:
+        """It may have some by now."""
+        self._busy.pop(peer, None)
 
     def ask_all_again(self) -> None:
         """Who had no room may have some by now."""
@@ -89,12 +96,17 @@ class Ladder:
             peer = self.next_peer()
         return peer
 
-    def resume(self) -> str | None:
-        """Whom to ask when a pause is over: one that has come since, else whoever was full, or `after_pause`."""
+    def next_beside_full(self) -> str | None:
+        """The same, unless enough of them are full for now."""
+        return None if len(self._busy) >= max(MAX_PREFILL_PEERS, len(self._first)) else self.next_or_new_peer()
+
+    def resume(self, now_s: float) -> str | None:
+        """Whom to ask when a pause is over: one that has come since, else whoever was full and has had its time, or
+        `after_pause`; None = another pause."""
         self._join()
         new, only = self.next_peer(), self.after_pause()
-        self.ask_all_again()
-        return new or self.next_peer() or only
+        self._busy = {peer: busy for peer, busy in self._busy.items() if busy[1] > now_s}
+        return new or self.next_peer() or (None if only in self._busy else only)
 
     def _join(self) -> None:
         """Those known now, in the order of now, no more at a time than a router names, those that were full last. None for a
@@ -141,9 +153,18 @@ class Ladder:
     @property
     def had_no_room(self) -> str:
         """Who is not asked now for want of room, and why; "" = nobody."""
-        return ", ".join(f"{peer} was {why}" for peer, why in self._busy.items())
+        return ", ".join(f"{peer} was {why}" for peer, (why, _) in self._busy.items())
 
-    def pause(self) -> float:
-        """Seconds to wait before `resume`; doubles with every call."""
-        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)
+    @property
+    def full_peers(self) -> tuple[str, ...]:
+        """Those in whose queue there was no place."""
+        return tuple(peer for peer in self.peers if peer in self._busy and self._busy[peer][0] == FULL)
+
+    def pause(self, now_s: float) -> float:
+        """Seconds to wait before `resume`: as many as double with every call, or fewer, as the first one that was busy has had
+        its time."""
+        until_s = min((self._busy[peer][1] for peer in self.peers if peer in self._busy), default=now_s)
+        if 0.0 < until_s - now_s < self.pause_s:
+            return until_s - now_s
+        pause_s, self.pause_s = self.pause_s, min(2 * self.pause_s, LONGEST_PAUSE_S)
         return pause_s

@@ -3,6 +3,7 @@
     begin       the first stream; resume: the next one, after a pause
     lose        the stream failed: another P, a pause, a prefill here, or failure
     pass_over   P answers and has no room: another P, or the same after a pause
+    place_free  a P that was full has begun with one of ours: whoever waits for it longest is offered to it
     fail        the request cannot be served
 
 A new stream asks for what is missing beyond the KV in place.
@@ -29,9 +30,10 @@ from jdisagg.core.errors import RequestError
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.actions import DecodeAction
 from jdisagg.handoff.credit import Credit, window_bytes_of
+from jdisagg.handoff.full_peers import FullPeers, wait_s
 from jdisagg.handoff.inbound import Doubted, Inbound
 from jdisagg.handoff.inbound_stream import InboundStage, InboundStream
-from jdisagg.handoff.ladder import is_invalid, is_unfit
+from jdisagg.handoff.ladder import FULL, is_invalid, is_unfit
 from jdisagg.handoff.line import Inflow, Line
 from jdisagg.handoff.messages import HandoffId
 from jdisagg.handoff.overdue import late_kv
@@ -66,12 +68,14 @@ class Recovery:
         self._forget = forget
         self._serial = 0
         self._inflow = Inflow()
+        self._full = FullPeers()
         self._hedging: list[Inbound] = []  # some may have ended
         self._lines = WeakValueDictionary[str, Line]()  # by peer; kept by their streams, ..
         self._bad_lines: dict[str, Line] = {}  # .. and those on which nothing comes
 
     def begin(self, record: Inbound, now_s: float) -> list[DecodeAction]:
         """The first stream."""
+        record.number = self._serial
         peer = record.ladder.next_peer()
         return (
             self._open(record, peer, now_s) if peer else self._last_rungs(record, None, "no prefill worker is known to answer")
@@ -79,9 +83,10 @@ class Recovery:
 
     def resume(self, record: Inbound, now_s: float) -> list[DecodeAction]:
         """The pause is over."""
-        peer = record.ladder.resume()
-        assert peer is not None, f"request {record.request.request_id} waits for nobody"
-        return self._open(record, peer, now_s)
+        self._full.drop(record)
+        peer = record.ladder.resume(now_s)
+        assert peer or record.ladder.after_pause(), f"request {record.request.request_id} waits for nobody"
+        return self._open(record, peer, now_s) if peer else self._wait(record, now_s, had_begun=False)
 
     def lose(
         self, record: Inbound, cause: str, now_s: float, error: RequestError | None = None, *, no_kv: bool = False
@@ -106,19 +111,41 @@ class Recovery:
         is_hopeless = no_kv and self._config.local_prefill is not LocalPrefill.NEVER  # it would not come the next time either
         if not is_hopeless and (later := record.ladder.after_pause()) is not None:
             rung = "reconnect" if later == lost else "other_prefill"
-            return [*actions, record.note(rung, stream, cause), *record.wait(now_s, had_begun=stream.has_started)]
+            return [*actions, record.note(rung, stream, cause), *self._wait(record, now_s, had_begun=stream.has_started)]
         return actions + self._last_rungs(record, stream, cause, refused=refused)
 
-    def pass_over(self, record: Inbound, now_s: float, why: str = "full") -> list[DecodeAction]:
-        """The peer answers and takes nothing now, as it is `why`: ask another, or the same after a pause."""
+    def pass_over(self, record: Inbound, now_s: float, why: str = FULL, told_s: float = 0.0) -> list[DecodeAction]:
+        """The peer answers and takes nothing now, as it is `why`: ask another, or the same after a pause. `told_s`: it says
+        that there is no place before."""
         assert record.stream is not None
-        record.ladder.busy(record.stream.peer, why)
+        left_s = record.request.deadline_s - now_s
+        alone_s = wait_s(record.stream.handoff, max(told_s, record.ladder.pause_s), left_s) if why == FULL else 0.0
+        record.ladder.busy(record.stream.peer, why, now_s + alone_s)
         if record.doubted is not None:
             return self._hedge_again(record, record.doubted, now_s)
         had_begun = record.stream.has_started
         actions = record.hang_up()
-        peer = record.ladder.next_or_new_peer()
-        return actions + (self._open(record, peer, now_s) if peer else record.wait(now_s, had_begun=had_begun))
+        peer = record.ladder.next_beside_full()
+        return actions + (self._open(record, peer, now_s) if peer else self._wait(record, now_s, had_begun=had_begun))
+
+    def place_free(self, peer: str, now_s: float) -> list[DecodeAction]:
+        """One of ours has left the queue of `peer`: the next one waits there, and no longer here."""
+        record = self._full.first(peer)
+        if record is None:
+            return []
+        self._full.drop(record)
+        record.ladder.has_room(peer)
+        return self._open(record, peer, now_s)
+
+    def end(self, record: Inbound) -> list[DecodeAction]:
+        """The hand-off is over."""
+        self._full.drop(record)
+        return record.hang_up()
+
+    def _wait(self, record: Inbound, now_s: float, *, had_begun: bool) -> list[DecodeAction]:
+        actions = record.wait(now_s, had_begun=had_begun)
+        self._full.add(record)
+        return actions
 
     # --- hedges
 
@@ -206,7 +233,7 @@ class Recovery:
         """End the hand-off, and its request with `error`."""
         request_id = record.request.request_id
         self._forget(request_id)
-        return [*record.hang_up(), act.Fail(request_id, error)]
+        return [*self.end(record), act.Fail(request_id, error)]
 
     def _open(self, record: Inbound, peer: str, now_s: float) -> list[DecodeAction]:
         self._serial += 1

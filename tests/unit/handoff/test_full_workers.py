@@ -1,11 +1,16 @@
-"""Prefill workers that are full or drain are waited for: in growing pauses, without pages, and without being called lost."""
+"""Prefill workers that are full or drain are waited for: as long as they say, without pages, and without being called lost."""
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
 
 import pytest
 
 from jdisagg.core.errors import HandoffLost, InvalidRequest, Overloaded, Unavailable
 from jdisagg.handoff import actions as act
+from jdisagg.handoff.decode_side import DecodeSide
+from jdisagg.handoff.full_peers import LONGEST_S, SPREAD
 from jdisagg.handoff.messages import Accepted, HandoffId, Refused, Started, StreamEnded
 from tests.unit.handoff.rig import DEAD, H2, NEVER, H, decode_side, none_of, only, request, stages
 
@@ -16,24 +21,107 @@ def test_a_pause_for_another_worker_that_was_full_is_no_reconnection_to_the_one_
     side.on_message(H, Refused(error=Overloaded("full")), 1.0)
     lost = only(act.Recovered, side.on_message(H2, DEAD, 1.0))
     assert (lost.rung, lost.peer) == ("other_prefill", "q")
-    assert only(act.OpenStream, side.tick(2.0)).peer == "p"
+    assert only(act.OpenStream, side.tick(2.5)).peer == "p"
 
 
-def test_a_full_worker_is_passed_over_and_asked_again_with_growing_pauses() -> None:
+def refused_again_and_again(retry_after_s: float, times: int, request_id: str = "r", deadline_s: float = 1000.0) -> list[float]:
+    """For how long the one prefill worker was left alone each time."""
     side = decode_side()
-    full = Refused(error=Overloaded("full"))
-    side.start(request(), 0, ("p", "q"), 0.0)
-    assert only(act.OpenStream, side.on_message(H, full, 0.0)).peer == "q"
+    side.start(request(deadline_s=deadline_s, request_id=request_id), 0, ("p",), 0.0)
     now_s, pauses = 0.0, []
-    for serial in range(2, 14, 2):
-        assert none_of(act.OpenStream, side.on_message(HandoffId("r", serial), full, now_s))
+    for serial in range(1, times + 1):
+        full = Refused(error=Overloaded("full", retry_after_s=retry_after_s))
+        assert none_of(act.OpenStream, side.on_message(HandoffId(request_id, serial), full, now_s))
         began_s = now_s
-        while none_of(act.OpenStream, actions := side.tick(now_s)):
-            now_s += 0.05
-        pauses.append(round(now_s - began_s, 2))
-        assert only(act.OpenStream, actions).peer == "p"
-        assert only(act.OpenStream, side.on_message(HandoffId("r", serial + 1), full, now_s)).peer == "q"
-    assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0], abs=0.051)
+        while none_of(act.OpenStream, side.tick(now_s)):
+            now_s += 1 / 64
+            assert now_s < began_s + 100.0
+        pauses.append(now_s - began_s)
+    return pauses
+
+
+def test_a_full_worker_is_asked_again_with_growing_pauses_where_it_names_short_ones() -> None:
+    for pause_s, least_s in zip(refused_again_and_again(0.1, 7), (0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0), strict=True):
+        assert least_s <= pause_s <= least_s * (1 + SPREAD) + 1 / 32
+
+
+@pytest.mark.parametrize(("retry_after_s", "least_s"), [(3.0, 3.0), (7.5, 7.5), (30.0, LONGEST_S)])
+def test_a_full_worker_is_not_asked_before_the_time_that_it_named_nor_much_later(retry_after_s: float, least_s: float) -> None:
+    for pause_s in refused_again_and_again(retry_after_s, 3):
+        assert least_s <= pause_s <= least_s * (1 + SPREAD) + 1 / 32
+
+
+def test_those_that_were_refused_together_do_not_come_back_together() -> None:
+    pauses = sorted(refused_again_and_again(30.0, 1, f"r{number}")[0] for number in range(64))
+    gaps = [later - sooner for sooner, later in itertools.pairwise(pauses)]
+    assert pauses[-1] - pauses[0] > 0.8 * LONGEST_S * SPREAD
+    assert max(gaps) < 0.1 * LONGEST_S
+
+
+def test_a_full_worker_is_asked_more_often_where_little_time_is_left() -> None:
+    assert refused_again_and_again(30.0, 3, deadline_s=8.0) == [4.0, 2.0, 1.0]
+
+
+def test_each_full_worker_has_the_time_that_it_named() -> None:
+    side = decode_side()
+    side.start(request(), 0, ("p", "q"), 0.0)
+    side.on_message(H, Refused(error=Overloaded("full", retry_after_s=8.0)), 0.0)
+    side.on_message(H2, Refused(error=Overloaded("full", retry_after_s=1.0)), 0.0)
+    assert only(act.OpenStream, side.tick(1.5)).peer == "q"
+    assert none_of(
+        act.OpenStream, side.on_message(HandoffId("r", 3), Refused(error=Overloaded("full", retry_after_s=30.0)), 1.5)
+    )
+    assert none_of(act.OpenStream, side.tick(7.9))
+    assert only(act.OpenStream, side.tick(12.0)).peer == "p"
+
+
+def waiting_for_full(*request_ids: str) -> DecodeSide:
+    """One that p has taken, and behind it those that it refused, in this order."""
+    side = decode_side()
+    side.start(request(request_id="taken"), 0, ("p",), 0.0)
+    side.on_message(HandoffId("taken", 1), Accepted(cached_tokens=0), 0.0)
+    for serial, request_id in enumerate(request_ids, 2):
+        side.start(request(request_id=request_id), 0, ("p",), 0.0)
+        side.on_message(HandoffId(request_id, serial), Refused(error=Overloaded("full", retry_after_s=30.0)), 0.0)
+    return side
+
+
+def opens(actions: Sequence[act.DecodeAction]) -> list[str]:
+    return [action.handoff.request_id for action in actions if isinstance(action, act.OpenStream)]
+
+
+def test_when_a_full_worker_begins_with_a_prompt_the_one_that_has_waited_longest_is_offered_at_once() -> None:
+    side = waiting_for_full("z", "a", "b")
+    started = side.on_message(HandoffId("taken", 1), Started(), 0.1)
+    assert opens(started) == ["z"]
+    assert act.PeerReady("taken") in started
+    again = Refused(error=Overloaded("full", retry_after_s=30.0))
+    assert side.on_message(HandoffId("z", 5), again, 0.1) == [
+        act.CancelFetch(HandoffId("z", 5)),
+        act.CloseStream(HandoffId("z", 5)),
+    ]
+    assert opens(side.on_message(HandoffId("taken", 1), Started(), 0.2)) == ["z"], "it keeps its turn"
+    side.on_message(HandoffId("z", 6), Accepted(cached_tokens=0), 0.2)
+    assert opens(side.on_message(HandoffId("z", 6), Started(), 0.3)) == ["a"]
+    assert opens(side.on_message(HandoffId("z", 6), Started(), 0.3)) == ["b"]
+    assert opens(side.on_message(HandoffId("z", 6), Started(), 0.3)) == []
+
+
+def test_a_place_is_offered_to_nobody_whose_hand_off_is_over_or_who_waits_for_another_worker() -> None:
+    side = waiting_for_full("gone", "late", "b")
+    side.start(request(request_id="q"), 0, ("q",), 0.0)
+    side.on_message(HandoffId("q", 5), Refused(error=Overloaded("full", retry_after_s=30.0)), 0.0)
+    side.release("gone")
+    assert opens(side.on_message(HandoffId("taken", 1), Started(), 0.1)) == ["late"]
+    side.release("late")
+    assert opens(side.on_message(HandoffId("taken", 1), Started(), 0.2)) == ["b"]
+    assert opens(side.on_message(HandoffId("taken", 1), Started(), 0.3)) == []
+    assert opens(side.tick(13.0)) == ["q"]
+    side.on_message(HandoffId("q", 8), Refused(error=Overloaded("full", retry_after_s=30.0)), 13.0)
+    assert side._recovery._full._waiting
+    side.tick(100.0)
+    assert side.is_idle, "the deadline of all is over"
+    assert not side._recovery._full._waiting
 
 
 DRAINING = Refused(error=Unavailable("draining"))
@@ -92,7 +180,7 @@ def test_one_for_which_the_request_is_wrong_is_not_asked_again_while_the_other_i
     side.start(request(), 0, ("short", "q"), 0.0)
     side.on_message(H, Refused(error=InvalidRequest("short")), 0.0)
     side.on_message(H2, Refused(error=Overloaded("full")), 0.0)
-    assert only(act.OpenStream, side.tick(1.0)).peer == "q"
+    assert only(act.OpenStream, side.tick(1.5)).peer == "q"
 
 
 def test_a_full_worker_is_waited_for_when_the_other_one_is_lost() -> None:
@@ -100,8 +188,8 @@ def test_a_full_worker_is_waited_for_when_the_other_one_is_lost() -> None:
     side.start(request(), 0, ("p", "q"), 0.0)
     side.on_message(H, Refused(error=Overloaded("full")), 0.0)
     assert none_of(act.Fail, side.on_message(H2, DEAD, 0.0))
-    assert only(act.OpenStream, side.tick(0.1)).peer == "p"
-    assert isinstance(only(act.Fail, side.on_message(HandoffId("r", 3), DEAD, 0.2)).error, HandoffLost)
+    assert only(act.OpenStream, side.tick(1.5)).peer == "p"
+    assert isinstance(only(act.Fail, side.on_message(HandoffId("r", 3), DEAD, 1.6)).error, HandoffLost)
 
 
 def test_all_whose_pause_is_over_at_once_go_on_at_once() -> None:
@@ -109,5 +197,4 @@ def test_all_whose_pause_is_over_at_once_go_on_at_once() -> None:
     for serial, request_id in enumerate("rs", 1):
         side.start(request(request_id=request_id), 0, ("p",), 0.0)
         side.on_message(HandoffId(request_id, serial), Refused(error=Overloaded("full")), 0.0)
-    opened = [action.handoff.request_id for action in side.tick(1.0) if isinstance(action, act.OpenStream)]
-    assert opened == ["r", "s"]
+    assert sorted(opens(side.tick(1.5))) == ["r", "s"]

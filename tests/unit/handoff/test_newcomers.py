@@ -40,9 +40,11 @@ def test_who_comes_while_a_request_waits_is_asked_after_the_pause_before_those_t
     side.on_message(H, FULL, 0.0)
     known.append("q")
     assert only(act.OpenStream, side.tick(0.1)).peer == "q"
-    assert only(act.OpenStream, side.on_message(H2, FULL, 0.1)).peer == "p", "a pause is over for it, too"
-    assert none_of(act.OpenStream, side.on_message(stream(3), FULL, 0.1))
-    assert only(act.OpenStream, side.tick(0.31)).peer == "p", "the first of those known"
+    assert none_of(act.OpenStream, side.on_message(H2, FULL, 0.1)), "p has said when to come"
+    assert none_of(act.OpenStream, side.tick(0.9))
+    known.append("s")
+    assert only(act.OpenStream, side.tick(1.6)).peer == "s"
+    assert only(act.OpenStream, side.on_message(stream(3), FULL, 1.6)).peer == "p", "its time has come"
 
 
 @pytest.mark.parametrize("message", [FULL, DRAINING])
@@ -88,9 +90,10 @@ def test_what_became_of_a_peer_is_not_forgotten_when_others_come() -> None:
     assert none_of(act.OpenStream, side.on_message(stream(3), FULL, 0.0))
     known.append("new")
     assert only(act.OpenStream, side.tick(0.1)).peer == "new"
-    assert only(act.OpenStream, side.on_message(stream(4), FULL, 0.1)).peer == "full"
-    assert none_of(act.OpenStream, side.on_message(stream(5), FULL, 0.1))
-    assert only(act.OpenStream, side.tick(0.31)).peer == "full"
+    assert none_of(act.OpenStream, side.on_message(stream(4), FULL, 0.1))
+    assert only(act.OpenStream, side.tick(1.6)).peer == "full"
+    assert only(act.OpenStream, side.on_message(stream(5), FULL, 1.6)).peer == "new"
+    assert none_of(act.OpenStream, side.on_message(stream(6), FULL, 1.6))
 
 
 def test_one_that_comes_and_does_not_fit_is_no_reason_not_to_ask_the_only_other_one_once_more() -> None:
@@ -245,17 +248,37 @@ def test_of_a_full_fleet_no_more_are_asked_between_two_pauses_than_a_router_name
     rounds = [ask(ladder.next_peer())]
     for _ in range(6):
         known.append(known.pop(0))  # their order by load changes meanwhile
-        rounds.append(ask(ladder.resume()))
+        rounds.append(ask(ladder.resume(0.0)))
     assert {len(asked) for asked in rounds} == {MAX_PREFILL_PEERS}
     assert len(ladder.peers) == MAX_PREFILL_PEERS
     assert {*rounds[0], *rounds[1], *rounds[2]} > {*rounds[0]}, "others have a turn"
 
 
+def test_while_all_of_a_full_fleet_have_their_time_one_more_is_asked_after_each_pause() -> None:
+    known = tuple(f"p{number}" for number in range(3 * MAX_PREFILL_PEERS))
+    ladder, asked = Ladder(known[:MAX_PREFILL_PEERS], lambda: known), []
+    for peer in known[:MAX_PREFILL_PEERS]:
+        ladder.busy(peer, "full", 8.0)
+    for now_s in (2.0, 4.0, 6.0):
+        peer = ladder.resume(now_s)
+        assert peer is not None
+        asked.append(peer)
+        ladder.busy(peer, "full", now_s + 8.0)
+        assert ladder.next_beside_full() is None
+    assert asked == list(known[MAX_PREFILL_PEERS : MAX_PREFILL_PEERS + 3])
+    side, others = begun(*known[:MAX_PREFILL_PEERS])
+    for serial in range(1, MAX_PREFILL_PEERS + 1):
+        side.on_message(stream(serial), FULL, 0.0)
+    others += known[MAX_PREFILL_PEERS:]
+    assert only(act.OpenStream, side.tick(0.1)).peer == known[MAX_PREFILL_PEERS]
+    assert none_of(act.OpenStream, side.on_message(stream(MAX_PREFILL_PEERS + 1), FULL, 0.1))
+
+
 def test_newcomers_take_the_places_of_those_that_are_full() -> None:
     new = tuple(f"n{number}" for number in range(MAX_PREFILL_PEERS))
     ladder = Ladder(("full",), lambda: ("full", *new))
-    ladder.busy("full", "full")
-    assert ladder.resume() == new[0]
+    ladder.busy("full", "full", 1.0)
+    assert ladder.resume(0.9) == new[0]
     assert ladder.peers == new
 
 
@@ -270,7 +293,7 @@ def test_nobody_new_is_asked_for_a_request_that_none_of_many_could_serve(num_unf
     ladder = Ladder(peers, lambda: ("new",))
     for peer in peers:
         ladder.failed(peer, InvalidRequest("too long", field="prompt"))
-    assert ladder.resume() == asked
+    assert ladder.resume(0.0) == asked
 
 
 def test_one_that_comes_and_is_lost_leaves_the_only_one_there_was_its_second_try() -> None:
