@@ -28,6 +28,7 @@ from jdisagg.handoff.first_token import objection
 from jdisagg.handoff.inbound import Inbound
 from jdisagg.handoff.inbound_stream import InboundStage, InboundStream
 from jdisagg.handoff.ladder import Ladder, PeersNow, is_final, is_unfit
+from jdisagg.handoff.live_inbound import LiveInbound
 from jdisagg.handoff.messages import HandoffId, PrefillToDecode
 from jdisagg.handoff.overdue import forgive, no_piece, unanswered
 from jdisagg.handoff.recovery import Recovery
@@ -52,7 +53,7 @@ class DecodeSide:
         self._config = config
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
-        self._live: dict[str, Inbound] = {}
+        self._live = LiveInbound()
         self._recovery = Recovery(
             config,
             chunk_bytes_per_token=chunk_bytes_per_token,
@@ -60,7 +61,7 @@ class DecodeSide:
             num_groups=num_groups,
             head_shards=head_shards,
             eos_token_ids=tuple(i for i in eos_token_ids if i < vocab_size),  # P refuses others; they never come
-            forget=self._live.__delitem__,
+            live=self._live,
         )
         self._doubts = Doubts(self._recovery, config.transfer_chunk_tokens)
         self._looks = Looks()
@@ -74,9 +75,9 @@ class DecodeSide:
         """Begin the hand-off of a request that has none; KV of its first `held_tokens` tokens is in place and pinned.
         `peers_now`: whom to ask later, when `peers` are full or lost."""
         request_id = request.request_id
-        assert request_id not in self._live, f"request {request_id} has a live hand-off already"
         assert 0 <= held_tokens <= request.num_tokens, f"request {request_id}: held_tokens is {held_tokens}"
-        record = self._live[request_id] = Inbound(request, held_tokens, Ladder(peers, peers_now))
+        record = Inbound(request, held_tokens, Ladder(peers, peers_now))
+        self._live.add(record)
         return self._recovery.begin(record, now_s)
 
     def on_reserved(self, request_id: str, now_s: float) -> list[DecodeAction]:
@@ -84,7 +85,7 @@ class DecodeSide:
         record = self._live.get(request_id)
         if record is None or record.reserved:
             return []
-        record.reserved = True
+        self._live.reserve(record)
         if record.stream is None:
             return []
         record.stream.progress_s = now_s
@@ -94,7 +95,7 @@ class DecodeSide:
 
     def release(self, request_id: str) -> list[DecodeAction]:
         """End the hand-off, whatever its stage; unknown ids are ignored."""
-        record = self._live.pop(request_id, None)
+        record = self._live.get(request_id)
         return [] if record is None else self._recovery.end(record)
 
     # --- messages of P
@@ -113,6 +114,7 @@ class DecodeSide:
             return actions + (self._on_stream(record, stream, message, now_s) if is_back else [])
         stream.silent_s = message.seconds if isinstance(message, msg.Quiet) else 0.0
         if isinstance(message, msg.Quiet):
+            self._live.note_quiet(record)
             return self._recovery.doubt(record, message.seconds, now_s)
         if isinstance(message, msg.Awake):
             return []  # a heartbeat is no progress
@@ -240,19 +242,21 @@ class DecodeSide:
     def look(self, now_s: float) -> None:
         """The engine turns over, and has heard what there was to hear; before `tick`."""
         if still_s := self._looks.stood_still_s(now_s):
-            forgive(self._live.values(), still_s, now_s)
+            forgive(self._live.all(), still_s, now_s)
 
     def tick(self, now_s: float) -> list[DecodeAction]:
         """Deadlines of requests, answers and fetches; streams that stand still; pauses that are over."""
         actions: list[DecodeAction] = []
-        for record in list(self._live.values()):
+        for record in self._live.due(now_s):
             if now_s >= record.request.deadline_s:
                 actions += self._recovery.fail(record, record.too_late())
             elif record.stream is not None:
                 actions += self._tick_stream(record, record.stream, now_s)
             elif now_s >= record.retry_at_s:
                 actions += self._recovery.resume(record, now_s)
-        return actions + self._recovery.doubt_more(self._live.values(), now_s)
+            if self._live.get(record.request.request_id) is record:
+                self._live.watch(record)
+        return actions + self._recovery.doubt_more(now_s)
 
     def _tick_stream(self, record: Inbound, stream: InboundStream, now_s: float) -> list[DecodeAction]:
         if cause := unanswered(stream, now_s):
@@ -287,5 +291,5 @@ class DecodeSide:
 
     def snapshot(self) -> dict[str, Any]:
         """Live hand-offs as JSON-able data; `late` counts messages and pieces that came for streams which were gone."""
-        handoffs = {request_id: record.summary() for request_id, record in self._live.items()}
+        handoffs = {record.request.request_id: record.summary() for record in self._live.all()}
         return {"handoffs": handoffs, "late": self._num_late}

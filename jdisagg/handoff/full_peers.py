@@ -3,21 +3,21 @@
 P says when a place comes free for whom it refuses, one after the other. An offer costs both event loops up to a millisecond,
 and P has work enough meanwhile: what comes back sooner is refused again. Thousands that came back every two seconds took all
 of the loop of P, or of D. P may err, though, so a place is not waited for longer than LONGEST_S and a half; and as soon as it
-begins with a prompt of ours there is one: then whoever was begun first is offered to it, however long it was to wait.
+begins with a prompt of ours there is one: then whoever was refused first is offered to it, however long it was to wait.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from hashlib import blake2b
-from operator import attrgetter
+from operator import itemgetter
 
 from jdisagg.handoff.inbound import Inbound
 from jdisagg.handoff.messages import HandoffId
 
 LONGEST_S = 8.0  # of what a P says
 SPREAD = 0.5  # of that, so that those that were refused together do not come back together
-_ORDER = attrgetter("number")
+_TURN = itemgetter(0)
 
 
 def wait_s(handoff: HandoffId, told_s: float, left_s: float) -> float:
@@ -31,24 +31,41 @@ class FullPeers:
     """Hand-offs without a stream, by each P that was full for them."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, list[Inbound]] = {}  # by peer, in the order in which they were begun
+        self._waiting: dict[str, list[tuple[int, Inbound]]] = {}  # by peer, in turn
+        self._at: dict[str, tuple[str, ...]] = {}  # the peers of each, by request
+        self._turns: dict[str, int] = {}  # by request, until it is over: in the order in which they were first refused
+        self._num_turns = 0
 
     def add(self, record: Inbound) -> None:
         """A pause begins."""
-        assert not record.waits_at, f"request {record.request.request_id} waits already"
-        record.waits_at = record.ladder.full_peers
-        for peer in record.waits_at:
-            insort(self._waiting.setdefault(peer, []), record, key=_ORDER)
+        request_id, peers = record.request.request_id, record.ladder.full_peers
+        assert request_id not in self._at, f"request {request_id} waits already"
+        if not peers:
+            return
+        if request_id not in self._turns:
+            self._turns[request_id] = self._num_turns
+            self._num_turns += 1
+        self._at[request_id] = peers
+        for peer in peers:
+            insort(self._waiting.setdefault(peer, []), (self._turns[request_id], record), key=_TURN)
 
-    def drop(self, record: Inbound) -> None:
-        """It is over, or the hand-off; idempotent."""
-        for peer in record.waits_at:
+    def drop(self, request_id: str) -> None:
+        """Its pause is over; idempotent."""
+        for peer in self._at.pop(request_id, ()):
             waiting = self._waiting[peer]
-            del waiting[bisect_left(waiting, record.number, key=_ORDER)]
+            del waiting[bisect_left(waiting, self._turns[request_id], key=_TURN)]
             if not waiting:
                 del self._waiting[peer]
-        record.waits_at = ()
 
-    def first(self, peer: str) -> Inbound | None:
-        """Who waits for `peer`, and was begun before all others that do."""
-        return self._waiting[peer][0] if peer in self._waiting else None
+    def forget(self, request_id: str) -> None:
+        """Its hand-off is over; idempotent."""
+        self.drop(request_id)
+        self._turns.pop(request_id, None)
+
+    def take_first(self, peer: str) -> Inbound | None:
+        """Who waits for `peer`, and was refused before all others that do; its pause is over."""
+        if peer not in self._waiting:
+            return None
+        _, record = self._waiting[peer][0]
+        self.drop(record.request.request_id)
+        return record

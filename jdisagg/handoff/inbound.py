@@ -52,8 +52,6 @@ class Inbound:
     doubted: Doubted | None = None  # `stream` is then the hedge, and has brought nothing yet
     reserved: bool = False
     retry_at_s: float = 0.0
-    number: int = 0  # those that were begun before have smaller ones
-    waits_at: tuple[str, ...] = ()  # FullPeers' word of it
     first: Output | None = None  # as it was delivered
     computed: Provenance | None = None  # what the last P to compute the prompt says of itself
     arrived: Provenance = field(default_factory=Provenance)  # what was brought, the last of it by `prefill_worker`; rungs taken

@@ -22,6 +22,7 @@ from jdisagg.core.requests import Output
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.actions import PrefillAction
 from jdisagg.handoff.exports import ExportQueue, unguessable_key
+from jdisagg.handoff.live_outbound import LiveOutbound
 from jdisagg.handoff.messages import (
     Accepted,
     Ack,
@@ -51,15 +52,14 @@ class PrefillSide:
         self._config = config
         self._exports = ExportQueue(config, bytes_per_token=bytes_per_token, new_key=new_key)
         self._standstill = Standstill(config)
-        self._live: dict[HandoffId, Outbound] = {}
-        self._by_request: dict[str, Outbound] = {}
+        self._live = LiveOutbound()
         self._num_late = 0
 
     # --- streams
 
     def open(self, handoff: HandoffId, message: Open, now_s: float, receiver: str = "") -> list[PrefillAction]:
         """A D, `receiver`, opened the stream `handoff`, an id no other stream of this P has had."""
-        assert handoff not in self._live, f"hand-off {handoff} is open already"
+        assert self._live.get(handoff) is None, f"hand-off {handoff} is open already"
         request = message.request
         if not 0 <= message.held_tokens <= request.num_tokens:
             error = InvalidRequest(
@@ -68,8 +68,7 @@ class PrefillSide:
             return [act.Reply(handoff, Refused(error=error)), act.CloseReply(handoff)]
         chunk_tokens = min(self._config.transfer_chunk_tokens, message.max_piece_tokens or self._config.transfer_chunk_tokens)
         record = Outbound(handoff, request, message.held_tokens, now_s, chunk_tokens, receiver, cut=message.held_tokens)
-        self._live[handoff] = record
-        self._by_request[record.engine_request_id] = record
+        self._live.add(record)
         request = replace(request, request_id=record.engine_request_id, fork_group="")
         return [act.Admit(handoff, request, message.held_tokens, message.lending, message.goes_on)]
 
@@ -96,6 +95,7 @@ class PrefillSide:
         match message:
             case Grant(credit_bytes=credit_bytes):
                 record.credit_bytes = max(record.credit_bytes, credit_bytes)
+                self._live.begin(record)
                 return self._unpark(record) + self._exports.pump(record)
             case Ack(key=key):
                 return self._exports.discard(record, key) + self._exports.pump() + self._release_delivered(record)
@@ -116,10 +116,9 @@ class PrefillSide:
 
     def release(self, handoff: HandoffId) -> list[PrefillAction]:
         """End the hand-off, whatever its stage; unknown ones are ignored."""
-        record = self._live.pop(handoff, None)
+        record = self._live.take(handoff)
         if record is None:
             return []
-        del self._by_request[record.engine_request_id]
         pieces = self._exports.remove(record)
         return [*pieces, act.ReleaseRequest(record.engine_request_id), act.CloseReply(handoff), *self._exports.pump()]
 
@@ -127,18 +126,18 @@ class PrefillSide:
 
     def owns(self, engine_request_id: str) -> bool:
         """Whether the engine request belongs to a live hand-off."""
-        return engine_request_id in self._by_request
+        return self._live.of(engine_request_id) is not None
 
     def on_started(self, engine_request_id: str) -> list[PrefillAction]:
         """The engine has given the request its pages and begins with it."""
-        record = self._by_request.get(engine_request_id)
+        record = self._live.of(engine_request_id)
         if record is None or record.stage is OutboundStage.COMPUTED:
             return []
         return [act.Reply(record.handoff, Started())]
 
     def on_computed(self, engine_request_id: str, upto: int) -> list[PrefillAction]:
         """KV of tokens [0, upto) is dispatched; an Export that follows is ordered after it on the device."""
-        record = self._by_request.get(engine_request_id)
+        record = self._live.of(engine_request_id)
         if record is None:
             return []
         record.computed = max(record.computed, upto)
@@ -146,12 +145,13 @@ class PrefillSide:
 
     def on_first_token(self, engine_request_id: str, output: Output) -> list[PrefillAction]:
         """The prompt is computed and `output` carries the token; with `finish` set D needs no KV at all."""
-        record = self._by_request.get(engine_request_id)
+        record = self._live.of(engine_request_id)
         if record is None:
             return self._late()
         if record.stage is OutboundStage.COMPUTED:  # once more, after it was parked; D has its token
             record.computed = max(record.computed, record.total)
             return [*self._exports.pump(record)]
+        self._live.begin(record)
         first = replace(output, request_id=record.request.request_id, attempt=record.request.attempt)
         if first.finish is None:
             record.move(OutboundStage.COMPUTED)
@@ -164,7 +164,7 @@ class PrefillSide:
 
     def on_failed_requests(self, errors: Mapping[str, RequestError]) -> list[PrefillAction]:
         """The engine gave these up, and their pages: what one of them leaves of the buffer is for none of the others."""
-        records = [self._by_request[engine_request_id] for engine_request_id in errors]
+        records = [self._live.the_one_of(engine_request_id) for engine_request_id in errors]
         for record in records:
             self._exports.withdraw(record)
         return [action for record in records for action in self._refuse(record, errors[record.engine_request_id])]
@@ -206,18 +206,18 @@ class PrefillSide:
 
     def tick(self, now_s: float) -> list[PrefillAction]:
         """Deadlines; leases: a D silent for `lease_s` loses published pieces; one that takes none, once others need room."""
-        self._standstill.look(self._live.values(), now_s)
+        self._standstill.look(self._live.all(), now_s)
         actions: list[PrefillAction] = []
-        for record in list(self._live.values()):
+        for record in self._live.take_too_late(now_s):
+            where = f"at stage {record.stage.value}, {record.computed} of {record.request.num_tokens} tokens computed"
+            text = f"request {record.request.request_id}: deadline passed on the prefill side {where}"
+            actions += self._refuse(record, DeadlineExceeded(text))
+        for record in list(self._live.begun()):
             silent_s = now_s - record.heard_s
-            if now_s >= record.request.deadline_s:
-                where = f"at stage {record.stage.value}, {record.computed} of {record.request.num_tokens} tokens computed"
-                text = f"request {record.request.request_id}: deadline passed on the prefill side {where}"
-                actions += self._refuse(record, DeadlineExceeded(text))
-            elif silent_s >= self._config.lease_s and any(piece.published for piece in record.pieces.values()):
+            if silent_s >= self._config.lease_s and any(piece.published for piece in record.pieces.values()):
                 text = f"request {record.request.request_id}: published pieces not fetched for {silent_s:.1f} s"
                 actions += self._refuse(record, HandoffLost(text))
-        for record, still_s in self._standstill.find(self._live.values(), self._exports.others_wait, now_s):
+        for record, still_s in self._standstill.find(self._live.begun(), self._exports.others_wait, now_s):
             text = f"published pieces not fetched for {still_s:.1f} s, and others need their room"
             actions += self._refuse(record, HandoffLost(f"request {record.request.request_id}: {text}"))
         return actions
@@ -227,18 +227,18 @@ class PrefillSide:
     @property
     def is_awaited(self) -> bool:
         """Some D holds pages for a prompt that is not computed: it must not wait for those whose D has none."""
-        return any(record.is_awaited for record in self._live.values())
+        return any(record.is_awaited for record in self._live.begun())
 
     def parkable(self) -> tuple[str, ...]:
         """Engine requests whose prompt is computed and told and whose D has no pages yet: they can be parked.
 
         Without this two full pools could wait for each other, or one D for another one's memory.
         """
-        return tuple(record.engine_request_id for record in self._live.values() if record.is_parkable)
+        return tuple(record.engine_request_id for record in self._live.begun() if record.is_parkable)
 
     def on_parked(self, engine_request_id: str) -> list[PrefillAction]:
         """Its pages went to others: its prompt is computed again once its D has pages for it, never before."""
-        record = self._by_request[engine_request_id]
+        record = self._live.the_one_of(engine_request_id)
         record.park()
         return [act.Reply(record.handoff, Parked())]
 
@@ -291,5 +291,5 @@ class PrefillSide:
 
     def snapshot(self) -> dict[str, Any]:
         """Live hand-offs as JSON-able data; `late` counts events that came for streams which were gone."""
-        handoffs = {request_id: record.summary() for request_id, record in self._by_request.items()}
+        handoffs = {record.engine_request_id: record.summary() for record in self._live.all()}
         return {"handoffs": handoffs, "published_bytes": self._exports.buffered_bytes, "late": self._num_late}

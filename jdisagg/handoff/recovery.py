@@ -21,7 +21,6 @@ and waits in no second queue.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from weakref import WeakValueDictionary
 
@@ -30,11 +29,12 @@ from jdisagg.core.errors import RequestError
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.actions import DecodeAction
 from jdisagg.handoff.credit import Credit, window_bytes_of
-from jdisagg.handoff.full_peers import FullPeers, wait_s
+from jdisagg.handoff.full_peers import wait_s
 from jdisagg.handoff.inbound import Doubted, Inbound
 from jdisagg.handoff.inbound_stream import InboundStage, InboundStream
 from jdisagg.handoff.ladder import FULL, is_invalid, is_unfit
 from jdisagg.handoff.line import Inflow, Line
+from jdisagg.handoff.live_inbound import LiveInbound
 from jdisagg.handoff.messages import HandoffId
 from jdisagg.handoff.overdue import late_kv
 from jdisagg.handoff.spans import GroupSpans
@@ -45,7 +45,7 @@ MOST_BAD_LINES = 64  # remembered: workers that start again come back under new 
 
 
 class Recovery:
-    """Opens and replaces the streams of all hand-offs of one decode worker; `forget` is told whose hand-off it ended."""
+    """Opens and replaces the streams of all hand-offs of one decode worker, which are `live`."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Recovery:
         num_groups: int,
         head_shards: int,
         eos_token_ids: tuple[int, ...],
-        forget: Callable[[str], None],
+        live: LiveInbound,
     ) -> None:
         """As DecodeSide."""
         self._config = config
@@ -65,17 +65,15 @@ class Recovery:
         self._num_groups = num_groups
         self._head_shards = head_shards
         self._eos = eos_token_ids
-        self._forget = forget
+        self._live = live
         self._serial = 0
         self._inflow = Inflow()
-        self._full = FullPeers()
         self._hedging: list[Inbound] = []  # some may have ended
         self._lines = WeakValueDictionary[str, Line]()  # by peer; kept by their streams, ..
         self._bad_lines: dict[str, Line] = {}  # .. and those on which nothing comes
 
     def begin(self, record: Inbound, now_s: float) -> list[DecodeAction]:
         """The first stream."""
-        record.number = self._serial
         peer = record.ladder.next_peer()
         return (
             self._open(record, peer, now_s) if peer else self._last_rungs(record, None, "no prefill worker is known to answer")
@@ -83,7 +81,7 @@ class Recovery:
 
     def resume(self, record: Inbound, now_s: float) -> list[DecodeAction]:
         """The pause is over."""
-        self._full.drop(record)
+        self._live.full.drop(record.request.request_id)
         peer = record.ladder.resume(now_s)
         assert peer or record.ladder.after_pause(), f"request {record.request.request_id} waits for nobody"
         return self._open(record, peer, now_s) if peer else self._wait(record, now_s, had_begun=False)
@@ -130,21 +128,21 @@ class Recovery:
 
     def place_free(self, peer: str, now_s: float) -> list[DecodeAction]:
         """One of ours has left the queue of `peer`: the next one waits there, and no longer here."""
-        record = self._full.first(peer)
+        record = self._live.full.take_first(peer)
         if record is None:
             return []
-        self._full.drop(record)
         record.ladder.has_room(peer)
         return self._open(record, peer, now_s)
 
     def end(self, record: Inbound) -> list[DecodeAction]:
         """The hand-off is over."""
-        self._full.drop(record)
+        self._live.forget(record.request.request_id)
         return record.hang_up()
 
     def _wait(self, record: Inbound, now_s: float, *, had_begun: bool) -> list[DecodeAction]:
         actions = record.wait(now_s, had_begun=had_begun)
-        self._full.add(record)
+        self._live.full.add(record)
+        self._live.watch(record)
         return actions
 
     # --- hedges
@@ -158,10 +156,10 @@ class Recovery:
         record.set_aside(silent_s, now_s, no_kv=no_kv)
         return self._open(record, peer, now_s)
 
-    def doubt_more(self, records: Iterable[Inbound], now_s: float) -> list[DecodeAction]:
+    def doubt_more(self, now_s: float) -> list[DecodeAction]:
         """The same for those whose P is quiet still, as earlier hedges end."""
         actions: list[DecodeAction] = []
-        quiet = (r for r in records if r.stream is not None and r.stream.silent_s and _another(r) is not None)
+        quiet = (record for record in self._live.quiet() if _another(record) is not None)
         for record in itertools.islice(quiet, self._room_for_hedges()):
             assert record.stream is not None
             actions += self.doubt(record, record.stream.silent_s, now_s)
@@ -192,6 +190,7 @@ class Recovery:
         stream.line.wait_anew(now_s)
         stream.silent_s = 0.0  # it is doubted anew when it is found quiet anew
         request_id = record.request.request_id
+        self._live.watch(record)
         ended = act.Hedged(outcome, request_id, stream.peer, hedge.peer)
         actions = [*hedge.close(), ended]
         if stream.has_started:
@@ -231,15 +230,14 @@ class Recovery:
 
     def fail(self, record: Inbound, error: RequestError) -> list[DecodeAction]:
         """End the hand-off, and its request with `error`."""
-        request_id = record.request.request_id
-        self._forget(request_id)
-        return [*self.end(record), act.Fail(request_id, error)]
+        return [*self.end(record), act.Fail(record.request.request_id, error)]
 
     def _open(self, record: Inbound, peer: str, now_s: float) -> list[DecodeAction]:
         self._serial += 1
         handoff = HandoffId(record.request.request_id, self._serial)
         spans, credit = (GroupSpans(self._num_groups), GroupSpans(self._num_groups)), Credit(self._window_bytes)
         record.stream = InboundStream(handoff, self._line(peer), now_s, *spans, credit, backends=(self._backend,))
+        self._live.watch(record)
         message = record.opening(self._backend, self._head_shards, self._config.transfer_chunk_tokens, self._eos)
         return [act.OpenStream(handoff, peer, message), *record.grant()]
 
@@ -255,7 +253,7 @@ class Recovery:
         request_id = record.request.request_id
         if self._config.local_prefill is not LocalPrefill.NEVER:
             note = replace(record.note("local_prefill", stream, cause), refused=refused)
-            self._forget(request_id)
+            self._live.forget(request_id)
             return [note, act.ComputeLocally(request_id, record.held_tokens, record.arrived)]
         verdict = record.ladder.verdict
         if verdict is not None and is_invalid(verdict) and record.request.generated_token_ids:

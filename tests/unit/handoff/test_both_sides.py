@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from jdisagg.core.config import LocalPrefill, TransferConfig
+from jdisagg.handoff.live_inbound import due_s
 from tests.unit.handoff.parties import Stream
 from tests.unit.handoff.rig import BPT, request, stages
 from tests.unit.handoff.world import PEERS, World
@@ -18,6 +19,22 @@ PEER_LISTS = [(), ("p0",), ("p0", "p1"), ("p1", "p0")]
 def config(*, local: bool = True, buffer_bytes: int = 80) -> TransferConfig:
     policy = LocalPrefill.ON_FAILURE if local else LocalPrefill.NEVER
     return TransferConfig(transfer_chunk_tokens=4, transfer_buffer_bytes=buffer_bytes, lease_s=5.0, local_prefill=policy)
+
+
+def assert_all_are_looked_at_in_time(world: World) -> None:
+    """Whoever is not looked at in every tick is when something is due."""
+    records = world.decode._live
+    for record in records.all():
+        name = record.request.request_id
+        assert (name in records._with_pages) is record.reserved
+        assert record.reserved or records._alarms._due_s[name] <= due_s(record)
+    assert records._alarms._due_s.keys() | records._with_pages.keys() == set(records._all)
+    for worker in world.prefillers.values():
+        outbound = worker.side._live
+        assert outbound._deadlines._due_s == {one.handoff: one.request.deadline_s for one in outbound.all()}
+        for one in outbound.all():
+            assert one.handoff in outbound._begun or not (one.pieces or one.credit_bytes or one.is_parkable)
+        assert outbound._begun.keys() <= outbound._all.keys()
 
 
 class HandoffMachine(RuleBasedStateMachine):
@@ -141,6 +158,7 @@ class HandoffMachine(RuleBasedStateMachine):
         assert all(len(client.ends) <= 1 for client in self.world.clients.values())
         assert set(self.world.decode.snapshot()["handoffs"]) == live
         assert len(stages(self.world.decode)) == len(live)
+        assert_all_are_looked_at_in_time(self.world)
         for worker in self.world.prefillers.values():
             assert worker.side._exports.buffered_bytes == sum(worker.held_bytes.values())
             assert set(worker.borrower.snapshot()) == set(worker.borrowing)

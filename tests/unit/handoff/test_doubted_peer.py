@@ -102,3 +102,13 @@ def test_a_peer_that_flaps_is_given_up_in_time_all_the_same() -> None:
         now_s += 1.0
         assert now_s < 15.0
     assert only(act.Recovered, lost).cause == "no answer for 10 s"
+
+
+def test_one_that_comes_back_is_given_up_when_its_own_time_is_over_and_not_when_that_of_the_hedge_is() -> None:
+    side = decode_side()
+    side.start(request(), 0, ("p", "q"), 0.0)
+    say(side, H, QUIET, now_s=9.5)
+    assert side.tick(10.1) == []
+    say(side, H, Awake(), now_s=10.25)
+    assert side.tick(10.7) == []
+    assert only(act.Recovered, side.tick(10.75)).cause == "no answer for 10 s"

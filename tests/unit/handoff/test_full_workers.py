@@ -118,10 +118,11 @@ def test_a_place_is_offered_to_nobody_whose_hand_off_is_over_or_who_waits_for_an
     assert opens(side.on_message(HandoffId("taken", 1), Started(), 0.3)) == []
     assert opens(side.tick(13.0)) == ["q"]
     side.on_message(HandoffId("q", 8), Refused(error=Overloaded("full", retry_after_s=30.0)), 13.0)
-    assert side._recovery._full._waiting
+    full = side._live.full
+    assert full._waiting.keys() == full._at.keys() == {"q"}
     side.tick(100.0)
     assert side.is_idle, "the deadline of all is over"
-    assert not side._recovery._full._waiting
+    assert not any((full._waiting, full._at, full._turns))
 
 
 DRAINING = Refused(error=Unavailable("draining"))
