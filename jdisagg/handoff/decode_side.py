@@ -26,7 +26,7 @@ from jdisagg.handoff.actions import DecodeAction
 from jdisagg.handoff.doubts import Doubts
 from jdisagg.handoff.first_token import objection
 from jdisagg.handoff.inbound import Inbound
-from jdisagg.handoff.inbound_stream import InboundStage, InboundStream
+from jdisagg.handoff.inbound_stream import NOT_ACCEPTED, InboundStage, InboundStream
 from jdisagg.handoff.ladder import Ladder, PeersNow, is_final, is_unfit
 from jdisagg.handoff.live_inbound import LiveInbound
 from jdisagg.handoff.messages import HandoffId, PrefillToDecode
@@ -126,20 +126,20 @@ class DecodeSide:
     def _on_stream(self, record: Inbound, stream: InboundStream, message: PrefillToDecode, now_s: float) -> list[DecodeAction]:
         stage = stream.stage
         match message:
-            case msg.Agreed(backends=backends) if stage is InboundStage.OPENING:
+            case msg.Agreed(backends=backends) if stage in NOT_ACCEPTED:
                 stream.backends = backends
-                return []
-            case msg.Accepted(cached_tokens=cached_tokens) if stage is InboundStage.OPENING:
+                return self._recovery.asked(record, stream)
+            case msg.Accepted(cached_tokens=cached_tokens) if stage in NOT_ACCEPTED:
                 stream.move(InboundStage.ACCEPTED)
                 stream.cached_tokens = cached_tokens
                 return []
-            case msg.Started() if stage is not InboundStage.OPENING:
+            case msg.Started() if stage not in NOT_ACCEPTED:
                 stream.has_started = True
                 return [act.PeerReady(record.request.request_id), *self._recovery.place_free(stream.peer, now_s)]
             case msg.Parked() if stage is InboundStage.COMPUTED:
                 stream.is_parked = True
                 return []
-            case msg.ChunkReady() if stage is not InboundStage.OPENING:
+            case msg.ChunkReady() if stage not in NOT_ACCEPTED:
                 return self._on_chunk(record, stream, message, now_s)
             case msg.Done() if stage in (InboundStage.ACCEPTED, InboundStage.TRANSFERRING):
                 return self._on_done(record, stream, message, now_s)

@@ -12,7 +12,7 @@ from typing import Any
 from jdisagg.core.errors import DeadlineExceeded, Deadly, HandoffLost, RequestError, Unavailable
 from jdisagg.core.requests import EngineRequest, Output, Provenance
 from jdisagg.handoff.actions import DecodeAction, Hedged, PeerReady, Recovered
-from jdisagg.handoff.inbound_stream import InboundStage, InboundStream
+from jdisagg.handoff.inbound_stream import NOT_ACCEPTED, InboundStage, InboundStream
 from jdisagg.handoff.ladder import Ladder
 from jdisagg.handoff.messages import ChunkReady, Done, HandoffId, Open, PrefillToDecode, Started, StreamEnded
 
@@ -229,7 +229,7 @@ class Inbound:
         """The error of a request whose deadline passed in the hand-off."""
         stream, stage = self.stream, stage_of(self.stream)
         where = "without a prefill worker" if stream is None else f"with {stream.peer}"
-        if (stream is None or stream.stage is InboundStage.OPENING) and (why := self.ladder.had_no_room):
+        if (stream is None or stream.stage in NOT_ACCEPTED) and (why := self.ladder.had_no_room):
             where = f"{where}; {why}"
         return DeadlineExceeded(f"request {self.request.request_id}: deadline passed in the hand-off at stage {stage} {where}")
 

@@ -1,7 +1,7 @@
 """One stream as D sees it: what P announced, what of that is in place, and what P may publish.
 
-    OPENING -> ACCEPTED -> TRANSFERRING -> COMPUTED
-                   `--------------------------^        nothing was to be sent, or nothing yet
+    OPENING -> ASKED -> ACCEPTED -> TRANSFERRING -> COMPUTED
+          `---------------^  `-------------------------^      nobody tells when it left; nothing was to be sent, or nothing yet
 
 A piece is announced, fetched, and settled (imported) or wanted anew: then its range is announced again, under another key.
 """
@@ -24,7 +24,8 @@ FETCH_GRACE_S = 1.0  # a fetch that has not even reported its time-out by then i
 class InboundStage(Enum):
     """How far the stream is."""
 
-    OPENING = "opening"  # Open sent, P has not answered
+    OPENING = "opening"  # Open is to be sent: Hello comes first, and others are before it in D's event loop
+    ASKED = "asked"  # it has left, P has not answered
     ACCEPTED = "accepted"  # P has queued the request
     TRANSFERRING = "transferring"  # at least one piece was announced
     COMPUTED = "computed"  # Done arrived; pieces or pages may be missing
@@ -32,11 +33,13 @@ class InboundStage(Enum):
 
 _S = InboundStage
 _NEXT = {
-    _S.OPENING: (_S.ACCEPTED,),
+    _S.OPENING: (_S.ASKED, _S.ACCEPTED),
+    _S.ASKED: (_S.ACCEPTED,),
     _S.ACCEPTED: (_S.TRANSFERRING, _S.COMPUTED),
     _S.TRANSFERRING: (_S.COMPUTED,),
     _S.COMPUTED: (),
 }
+NOT_ACCEPTED = (_S.OPENING, _S.ASKED)
 
 
 @dataclass(slots=True)

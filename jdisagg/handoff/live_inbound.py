@@ -8,13 +8,11 @@ looked at when one of these is due.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import inf
 
 from jdisagg.handoff.alarms import Alarms
 from jdisagg.handoff.full_peers import FullPeers
 from jdisagg.handoff.inbound import Inbound
-from jdisagg.handoff.inbound_stream import InboundStage
-from jdisagg.handoff.overdue import ANSWER_TIMEOUT_S
+from jdisagg.handoff.overdue import answer_due_s
 
 
 class LiveInbound:
@@ -79,9 +77,5 @@ class LiveInbound:
 
 def due_s(record: Inbound) -> float:
     """Before that nothing is due of one without pages."""
-    stream, next_s = record.stream, inf
-    if stream is None:
-        next_s = record.retry_at_s
-    elif stream.stage is InboundStage.OPENING:
-        next_s = stream.progress_s + ANSWER_TIMEOUT_S
+    next_s = record.retry_at_s if record.stream is None else answer_due_s(record.stream)
     return min(next_s, record.request.deadline_s)

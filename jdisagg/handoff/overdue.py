@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf
 
 from jdisagg.handoff.inbound import Inbound
 from jdisagg.handoff.inbound_stream import InboundStage, InboundStream
 
-ANSWER_TIMEOUT_S = 10.0  # from Open to Accepted or Refused
+SEND_TIMEOUT_S = 60.0  # of Open: Hello has a time-out of its own, and that thousands are opened at once is no fault of a P
+ANSWER_TIMEOUT_S = 10.0  # from there to Accepted or Refused
+_TIMEOUTS_S = {InboundStage.OPENING: SEND_TIMEOUT_S, InboundStage.ASKED: ANSWER_TIMEOUT_S}
 
 
 def forgive(records: Iterable[Inbound], still_s: float, now_s: float) -> None:
@@ -23,8 +26,13 @@ def forgive(records: Iterable[Inbound], still_s: float, now_s: float) -> None:
 
 def unanswered(stream: InboundStream, now_s: float) -> str:
     """Why the stream is given up before P has taken the prompt on; "" = it is not."""
-    is_over = stream.stage is InboundStage.OPENING and now_s - stream.progress_s >= ANSWER_TIMEOUT_S
-    return f"no answer for {ANSWER_TIMEOUT_S:g} s" if is_over else ""
+    timeout_s = _TIMEOUTS_S.get(stream.stage, inf)
+    return f"no answer for {timeout_s:g} s" if now_s - stream.progress_s >= timeout_s else ""
+
+
+def answer_due_s(stream: InboundStream) -> float:
+    """When it is."""
+    return stream.progress_s + _TIMEOUTS_S.get(stream.stage, inf)
 
 
 def no_piece(record: Inbound, stream: InboundStream, lease_s: float, now_s: float) -> str:

@@ -86,6 +86,13 @@ class Recovery:
         assert peer or record.ladder.after_pause(), f"request {record.request.request_id} waits for nobody"
         return self._open(record, peer, now_s) if peer else self._wait(record, now_s, had_begun=False)
 
+    def asked(self, record: Inbound, stream: InboundStream) -> list[DecodeAction]:
+        """Open leaves: its peer has its time to answer, from now on, if it did not leave before."""
+        if stream.stage is InboundStage.OPENING:
+            stream.move(InboundStage.ASKED)
+        self._live.watch(record)
+        return []
+
     def lose(
         self, record: Inbound, cause: str, now_s: float, error: RequestError | None = None, *, no_kv: bool = False
     ) -> list[DecodeAction]:

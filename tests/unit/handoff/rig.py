@@ -11,7 +11,7 @@ from jdisagg.core.config import LocalPrefill, TransferConfig
 from jdisagg.core.requests import EngineRequest, Output, SamplingParams
 from jdisagg.handoff.actions import Export
 from jdisagg.handoff.decode_side import DecodeSide
-from jdisagg.handoff.messages import Accepted, ChunkReady, Grant, HandoffId, Lending, Open, StreamEnded
+from jdisagg.handoff.messages import Accepted, Agreed, ChunkReady, Grant, HandoffId, Lending, Open, StreamEnded
 from jdisagg.handoff.prefill_side import PrefillSide
 
 BPT = 10
@@ -19,6 +19,7 @@ CONFIG = TransferConfig(transfer_chunk_tokens=4, transfer_buffer_bytes=1000)
 NEVER = TransferConfig(transfer_chunk_tokens=4, transfer_buffer_bytes=1000, local_prefill=LocalPrefill.NEVER)
 H, H2 = HandoffId("r", 1), HandoffId("r", 2)
 DEAD = StreamEnded(reason="dead")
+LEFT = Agreed(backends=("fake",))  # Open has
 LENDING = Lending(address="d0:1", backend="fake", dtype="float32")
 LOTS = Grant(credit_bytes=10_000)
 FIRST = Output(request_id="r#1", token_ids=(42,))

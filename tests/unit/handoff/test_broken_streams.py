@@ -8,7 +8,21 @@ from jdisagg.core.errors import DeadlineExceeded
 from jdisagg.core.requests import FinishReason, Output
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.messages import Accepted, Agreed, ChunkReady, Done, HandoffId, StreamEnded
-from tests.unit.handoff.rig import DEAD, FIRST, H2, NEVER, H, decode_side, none_of, only, ready, request, transferring
+from tests.unit.handoff.rig import (
+    DEAD,
+    FIRST,
+    H2,
+    LEFT,
+    NEVER,
+    H,
+    decode_side,
+    none_of,
+    only,
+    ready,
+    request,
+    stages,
+    transferring,
+)
 
 
 @pytest.mark.covers("X26", "C05", "X24")
@@ -61,6 +75,7 @@ def test_the_deadline_holds_in_every_stage() -> None:
 def test_silence_is_noticed_at_each_stage() -> None:
     side = decode_side()
     side.start(request(), 0, ("p", "q"), 0.0)
+    side.on_message(H, LEFT, 0.0)
     assert side.tick(9.9) == []
     assert "no answer" in only(act.Recovered, side.tick(10.0)).cause
     side.on_message(H2, Accepted(cached_tokens=0), 10.0)
@@ -137,3 +152,16 @@ def test_every_message_counts_as_progress() -> None:
     side.on_message(H, Done(first=FIRST, num_chunks=3), 15.0)
     assert side.tick(24.9) == []
     assert "no piece" in only(act.Recovered, side.tick(25.0)).cause
+
+
+def test_what_open_waits_for_its_turn_here_is_not_taken_from_the_ten_seconds_of_its_peer() -> None:
+    side = decode_side()
+    side.start(request(), 0, ("p", "q"), 0.0)
+    assert side.tick(25.0) == [], "thousands were opened before it"
+    side.on_message(H, LEFT, 25.0)
+    assert stages(side) == ["asked"]
+    side.on_message(H, LEFT, 26.0)  # once more: it was another process
+    assert side.tick(35.9) == []
+    assert only(act.Recovered, side.tick(36.0)).cause == "no answer for 10 s"
+    assert side.tick(95.9) == []
+    assert only(act.Recovered, side.tick(96.0)).cause == "no answer for 60 s", "nobody says when it left"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.messages import Accepted, Awake, Done, Grant, HandoffId, Started
 from tests.unit.handoff.hedge_rig import QUIET, closed, hedged, outcome, say, transferring
-from tests.unit.handoff.rig import FIRST, H2, H, decode_side, none_of, only, ready, request, stages
+from tests.unit.handoff.rig import FIRST, H2, LEFT, H, decode_side, none_of, only, ready, request, stages
 
 
 def test_a_quiet_one_that_speaks_first_goes_on_where_it_was() -> None:
@@ -77,6 +77,7 @@ def test_nothing_is_fetched_of_one_that_comes_back_before_there_are_pages() -> N
 def test_one_that_comes_back_has_its_time_to_answer_anew() -> None:
     side = decode_side()
     side.start(request(), 0, ("p", "q"), 20.0)
+    say(side, H, LEFT, now_s=20.0)
     say(side, H, QUIET, now_s=21.0)
     say(side, H, Awake(), now_s=29.0)
     assert side.tick(37.9) == [], "8 s were nobody's"
@@ -95,6 +96,7 @@ def test_a_peer_that_flaps_is_given_up_in_time_all_the_same() -> None:
     """Heartbeats are no progress: only the time in doubt is added."""
     side = decode_side()
     side.start(request(), 0, ("p", "q"), 0.0)
+    say(side, H, LEFT, now_s=0.0)
     now_s = 0.0
     while not (lost := side.tick(now_s)):
         say(side, HandoffId("r", 1), QUIET, now_s=now_s + 0.6)
@@ -107,6 +109,7 @@ def test_a_peer_that_flaps_is_given_up_in_time_all_the_same() -> None:
 def test_one_that_comes_back_is_given_up_when_its_own_time_is_over_and_not_when_that_of_the_hedge_is() -> None:
     side = decode_side()
     side.start(request(), 0, ("p", "q"), 0.0)
+    say(side, H, LEFT, now_s=0.0)
     say(side, H, QUIET, now_s=9.5)
     assert side.tick(10.1) == []
     say(side, H, Awake(), now_s=10.25)

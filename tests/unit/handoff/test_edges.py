@@ -32,6 +32,8 @@ from tests.unit.handoff.rig import (
     BPT,
     CONFIG,
     FIRST,
+    H2,
+    LEFT,
     NEVER,
     H,
     decode_side,
@@ -165,6 +167,7 @@ def test_a_stream_that_ends_for_want_of_room_is_opened_again_after_a_pause() -> 
     full = StreamEnded(reason="closed", error=Overloaded("too many streams"))
     opened = only(act.OpenStream, side.on_message(H, full, 50.0))
     assert opened.peer == "q"
+    side.on_message(H2, LEFT, 50.0)
     assert none_of(act.Recovered, side.tick(59.9)), "its ten seconds to answer begin now"
     assert only(act.Recovered, side.tick(60.0)).cause == "no answer for 10 s"
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.decode_side import DecodeSide
 from jdisagg.handoff.messages import Accepted, Done, HandoffId
-from tests.unit.handoff.rig import FIRST, NEVER, decode_side, only, ready, request
+from tests.unit.handoff.rig import FIRST, LEFT, NEVER, decode_side, only, ready, request
 
 PIECE_BYTES = 32 * 2**20
 
@@ -59,6 +59,7 @@ def test_time_in_which_this_process_stood_still_blames_no_peer() -> None:
     side = decode_side(NEVER)
     side.start(request(4, request_id="asked", deadline_s=1e6), 0, ("p",), 0.0)
     side.start(request(4, request_id="computed", deadline_s=1e6), 0, ("p",), 0.0)
+    side.on_message(HandoffId("asked", 1), LEFT, 0.0)
     computed = HandoffId("computed", 2)
     side.on_message(computed, Accepted(cached_tokens=0), 0.0)
     side.on_reserved("computed", 0.0)

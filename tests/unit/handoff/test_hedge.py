@@ -23,7 +23,7 @@ from jdisagg.handoff.messages import (
 )
 from jdisagg.handoff.recovery import MOST_HEDGES
 from tests.unit.handoff.hedge_rig import H3, QUIET, SILENCE, closed, hedged, outcome, say, transferring
-from tests.unit.handoff.rig import CONFIG, FIRST, H2, H, decode_side, none_of, only, ready, request
+from tests.unit.handoff.rig import CONFIG, FIRST, H2, LEFT, H, decode_side, none_of, only, ready, request
 
 
 def test_while_a_peer_is_quiet_the_next_one_is_asked_for_what_is_missing() -> None:
@@ -119,6 +119,7 @@ def test_a_hedge_that_is_quiet_itself_is_doubted_when_its_turn_comes() -> None:
     assert say(side, H, QUIET) == [], "which is known"
     assert only(act.OpenStream, say(side, H, SILENCE, now_s=50.0)).peer == "s"
     assert side.snapshot()["handoffs"]["r"]["doubted_peer"] == "q"
+    say(side, H3, LEFT, now_s=50.0)
     assert side.tick(59.0) == [], "the third has its time to answer"
     say(side, H3, Accepted(cached_tokens=0), now_s=59.0)
     moved = say(side, H3, ready("x", 4, 8), now_s=59.0)
@@ -140,7 +141,9 @@ def test_who_waited_to_be_asked_elsewhere_is_told_of_with_its_own_silence_and_ha
     for handoff in handoffs:
         side.start(request(request_id=handoff.request_id), 0, ("p", "q"), 0.0)
     for handoff in handoffs:
-        say(side, handoff, Quiet(0.5 + handoff.serial))
+        for hedge in say(side, handoff, Quiet(0.5 + handoff.serial)):
+            if isinstance(hedge, act.OpenStream):
+                say(side, hedge.handoff, LEFT)
     for handoff in handoffs[:2]:
         say(side, handoff, Awake())
     opened = {action.handoff.request_id: action.handoff for action in side.tick(1.2) if isinstance(action, act.OpenStream)}
@@ -239,5 +242,6 @@ def test_pieces_of_a_stream_that_was_given_up_come_too_late() -> None:
 
 def test_a_hedge_that_does_not_answer_is_dropped_like_any_stream() -> None:
     side = hedged()
+    say(side, H2, LEFT)
     assert outcome(side.tick(1.0 + 10.0))[0] == "refused"
     assert CONFIG.dead_after_s < 10.0, "the quiet one was dead long before that"

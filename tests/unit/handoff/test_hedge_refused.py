@@ -9,7 +9,7 @@ from jdisagg.core.requests import FinishReason, Output
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.messages import Accepted, Awake, Done, HandoffId, PrefillToDecode, Refused, StreamEnded
 from tests.unit.handoff.hedge_rig import H3, QUIET, SILENCE, closed, hedged, outcome, say
-from tests.unit.handoff.rig import H2, NEVER, H, none_of, only, ready
+from tests.unit.handoff.rig import H2, LEFT, NEVER, H, none_of, only, ready
 
 FULL, UNREACHABLE = Refused(error=Overloaded("full")), StreamEnded(reason="unreachable")
 
@@ -31,6 +31,7 @@ def test_where_the_other_is_quiet_itself_a_third_is_asked_and_has_its_time(answe
     side = hedged("p", "q", "s")
     say(side, H2, QUIET)
     assert only(act.OpenStream, say(side, H, answer, now_s=50.0)).peer == "s"
+    say(side, H3, LEFT, now_s=50.0)
     assert side.tick(59.0) == []
     assert outcome(side.tick(60.1))[2] == "s"
 

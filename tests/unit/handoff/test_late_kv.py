@@ -13,7 +13,7 @@ from jdisagg.handoff.decode_side import DecodeSide
 from jdisagg.handoff.line import LATE_S, SLOWEST_BYTES_PER_S
 from jdisagg.handoff.messages import Accepted, Agreed, Awake, Done, Grant, HandoffId, Quiet, Refused, Started, Want
 from tests.unit.handoff.late_rig import LATE, compute, computed, rung
-from tests.unit.handoff.rig import CONFIG, FIRST, H2, NEVER, H, decode_side, none_of, only, ready, request
+from tests.unit.handoff.rig import CONFIG, FIRST, H2, LEFT, NEVER, H, decode_side, none_of, only, ready, request
 
 
 def begun() -> DecodeSide:
@@ -171,6 +171,7 @@ def test_where_the_hedge_is_quiet_as_well_a_third_is_asked_and_has_its_time() ->
     side.tick(2.0 + LATE)
     side.on_message(H2, Quiet(0.6), 3.2)
     assert only(act.OpenStream, side.on_message(H, ready("d", 4, 8), 3.3)).peer == "s"
+    side.on_message(HandoffId("r", 3), LEFT, 3.3)
     assert side.tick(13.2) == []
     assert only(act.Hedged, side.tick(13.4)).other == "s"
 
@@ -226,6 +227,7 @@ def test_long_steps_are_no_standstill(steps_s: tuple[float, ...]) -> None:
     """A large model on few cores: P never answers, and is given up about when it would be with short steps."""
     side = decode_side()
     side.start(request(), 0, ("p", "q"), 0.0)
+    side.on_message(H, LEFT, 0.0)
     now_s = 0.0
     for step_s in itertools.cycle(steps_s):
         now_s += step_s

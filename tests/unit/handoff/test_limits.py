@@ -32,6 +32,8 @@ from tests.unit.handoff.rig import (
     BPT,
     CONFIG,
     FIRST,
+    H2,
+    LEFT,
     NEVER,
     H,
     decode_side,
@@ -236,6 +238,7 @@ def test_a_piece_that_makes_no_sense_is_named_and_its_stream_replaced_at_once(pi
     side.on_message(H, ready("ok", 5, 7), 0.0)
     lost = side.on_message(H, piece, 20.0)  # type: ignore[arg-type]
     assert only(act.Recovered, lost).cause == f"protocol: {complaint}"
+    side.on_message(H2, LEFT, 20.0)
     assert side.tick(29.9) == [], "the next worker's ten seconds to answer begin now"
     assert "no answer for 10 s" in only(act.Fail, side.tick(30.0)).error.message
 
@@ -243,8 +246,10 @@ def test_a_piece_that_makes_no_sense_is_named_and_its_stream_replaced_at_once(pi
 def test_after_a_pause_the_peer_has_ten_seconds_to_answer() -> None:
     side = decode_side(NEVER)
     side.start(request(), 0, ("p",), 0.0)
+    side.on_message(H, LEFT, 0.0)
     assert only(act.Recovered, side.tick(10.0)).rung == "reconnect"
     assert only(act.OpenStream, side.tick(30.0)).peer == "p"
+    side.on_message(H2, LEFT, 30.0)
     assert side.tick(39.9) == []
     assert "no answer for 10 s" in only(act.Fail, side.tick(40.0)).error.message
 

@@ -9,7 +9,7 @@ import pytest
 from jdisagg.core.requests import Output
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.messages import Accepted, Done, Open, Parked, PrefillToDecode, Refused, Started
-from tests.unit.handoff.rig import FIRST, NEVER, H, decode_side, only, prefill_side, ready, request, stages
+from tests.unit.handoff.rig import FIRST, H2, LEFT, NEVER, H, decode_side, only, prefill_side, ready, request, stages
 
 
 def test_pages_are_reserved_when_p_has_begun_and_not_before_it_has_answered() -> None:
@@ -38,7 +38,7 @@ def test_a_prompt_that_stood_back_owes_no_piece_until_it_was_computed_again() ->
     ("messages", "cause"),
     [
         ([Started()], "Started at stage opening"),
-        ([Parked()], "Parked at stage opening"),
+        ([LEFT, Parked()], "Parked at stage asked"),
         ([Accepted(cached_tokens=0), Parked()], "Parked at stage accepted"),
         ([Accepted(cached_tokens=0), Accepted(cached_tokens=0)], "Accepted at stage accepted"),
         (
@@ -54,6 +54,7 @@ def test_a_message_at_the_wrong_stage_is_named_and_the_next_worker_gets_its_time
     side.start(request(), 0, ("p", "q"), 0.0)
     lost = [action for message in messages for action in side.on_message(H, message, 20.0)]
     assert only(act.Recovered, lost).cause == f"protocol: {cause}"
+    side.on_message(H2, LEFT, 20.0)
     assert side.tick(29.9) == []
     assert only(act.Fail, side.tick(30.0)).request_id == "r"
 

@@ -16,7 +16,7 @@ from jdisagg.handoff.decode_side import DecodeSide
 from jdisagg.handoff.ladder import Ladder
 from jdisagg.handoff.messages import Accepted, Done, HandoffId, Lives, PrefillToDecode, Quiet, Refused, StreamEnded
 from tests.unit.handoff.late_rig import LATE
-from tests.unit.handoff.rig import CONFIG, DEAD, FIRST, H2, NEVER, H, decode_side, none_of, only, ready, request, stages
+from tests.unit.handoff.rig import CONFIG, DEAD, FIRST, H2, LEFT, NEVER, H, decode_side, none_of, only, ready, request, stages
 from tests.unit.handoff.test_both_sides import PEER_LISTS, HandoffMachine
 
 FULL = Refused(error=Overloaded("4096 requests are waiting"))
@@ -70,6 +70,7 @@ def test_who_has_come_meanwhile_is_asked_where_no_kv_comes_and_has_its_time() ->
     known.append("q")
     moved = side.tick(1.0 + 3 * LATE)
     assert (only(act.OpenStream, moved).peer, only(act.Recovered, moved).rung) == ("q", "other_prefill")
+    side.on_message(H2, LEFT, 1.0 + 3 * LATE)
     assert side.tick(13.9) == []
     assert only(act.Recovered, side.tick(14.1)).cause == "no answer for 10 s"
 

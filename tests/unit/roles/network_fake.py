@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from jdisagg.core.fleet import DRAINING
 from jdisagg.handoff.events import FromPrefill, PeerMessage, PeerOpened
-from jdisagg.handoff.messages import ChunkReady, DecodeToPrefill, HandoffId, Open, PrefillToDecode, StreamEnded
+from jdisagg.handoff.messages import Agreed, ChunkReady, DecodeToPrefill, HandoffId, Open, PrefillToDecode, StreamEnded
 from jdisagg.roles.inbox import Inbox
 from jdisagg.roles.ports import PeerClient
 from jdisagg.sched.plan import PageTable, Plan, StepResult
@@ -201,6 +201,7 @@ class Wire(PeerClient):
         self.num_opened += 1
         theirs = HandoffId(handoff.request_id, next(self._next_id))
         self.open_streams[handoff] = theirs
+        self._decode.post(FromPrefill(handoff, Agreed(backends=("fake",))))
         self._prefill.post(PeerOpened(theirs, message, self.name, _Reply(self, handoff)))
 
     def send(self, handoff: HandoffId, message: DecodeToPrefill) -> None:
