@@ -153,6 +153,13 @@ class Edge:
                 transcript.add(delta)
         return transcript
 
+    async def with_tokenizer(self, function: Callable[[], T], num_characters: int) -> T:
+        """What `function` returns, which takes the tokenizer as long as a text of so many characters does: here, when it is its
+        turn, or beside the event loop when that is long. Raises Overloaded where too many long ones wait."""
+        await self._turns.wait()
+        async with self.long_texts.place(num_characters) as run:
+            return await run(function)
+
     async def beside(self, function: Callable[[], T]) -> T:
         """What `function`, a long one, returns. It runs beside the event loop, where more than one would only take turns: who
         waits no longer has the next one wait for its thread all the same."""

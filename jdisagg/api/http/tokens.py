@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,16 +12,17 @@ from starlette.responses import JSONResponse, Response
 
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import check_model
-from jdisagg.api.generation.long_texts import INLINE_CHARACTERS
 from jdisagg.api.generation.sampling_bounds import check_token_ids
 from jdisagg.api.http.answer_json import long_json
 from jdisagg.api.http.body import read_body
+from jdisagg.api.http.connection import while_connected
 from jdisagg.api.http.messages import render_prompt
 from jdisagg.api.http.unserved import CHAT_FIELDS, refuse_unserved
 from jdisagg.core.errors import InvalidRequest
 
 MAX_CHARACTERS = 2**20  # of one text: a million takes the tokenizer seconds
 MAX_TOKENS = 2**20
+_STRINGS_WEIGHT = 4  # of a text whose tokens are shown as strings: those take three times as long as its tokens
 
 
 class TokenEndpoints:
@@ -41,7 +41,8 @@ class TokenEndpoints:
         if body.get("messages") is not None:
             refuse_unserved(body, CHAT_FIELDS)
             render = partial(render_prompt, body, tokenizer.chat)
-            text = await self._edge.long_texts.run(render, body.num_bytes) if body.is_long else render()
+            reading = self._edge.with_tokenizer(render, body.num_bytes if body.is_long else 0)
+            text = await while_connected(request.receive, reading)
             special = body.boolean("add_special_tokens", False)
         else:
             text, special = body.text("prompt"), body.boolean("add_special_tokens", True)
@@ -50,17 +51,17 @@ class TokenEndpoints:
         if len(text) > MAX_CHARACTERS:
             raise InvalidRequest(f"prompt: at most {MAX_CHARACTERS} characters; got {len(text)}, split them", field="prompt")
         max_model_len = self._edge.card.max_model_len  # a router's is not for threads
-        work = partial(self._tokens_of, text, special, body.boolean("return_token_strs"), max_model_len)
-        return await self._answer(work, num_characters=len(text))
+        with_strings = body.boolean("return_token_strs")
+        work = partial(self._tokens_of, text, special, with_strings, max_model_len)
+        return await self._answer(request, work, len(text) * (_STRINGS_WEIGHT if with_strings else 1))
 
-    async def _answer(self, work: Callable[[], dict[str, Any]], *, num_characters: int) -> Response:
-        """`work` and the writing of what it returns are done beside the event loop."""
+    async def _answer(self, request: Request, work: Callable[[], dict[str, Any]], num_characters: int) -> Response:
+        """`work` and the writing of what it returns are done when it is their turn, for a client that is still there."""
 
         def write() -> bytes:
             return long_json(work())
 
-        is_long = num_characters > INLINE_CHARACTERS
-        content = await (self._edge.long_texts.run(write, num_characters) if is_long else asyncio.to_thread(write))
+        content = await while_connected(request.receive, self._edge.with_tokenizer(write, num_characters))
         return Response(content, media_type="application/json")
 
     def _tokens_of(self, text: str, add_special_tokens: bool, with_strings: bool, max_model_len: int) -> dict[str, Any]:
@@ -82,7 +83,7 @@ class TokenEndpoints:
             raise InvalidRequest(f"tokens: at most {MAX_TOKENS} ids; got {len(token_ids)}, split them", field="tokens")
         check_token_ids(token_ids, self._edge.card.vocab_size, "tokens")
         decode = partial(self._edge.tokenizer.decode, token_ids, skip_special_tokens=False)
-        return await self._answer(lambda: {"prompt": decode()}, num_characters=len(token_ids))
+        return await self._answer(request, lambda: {"prompt": decode()}, len(token_ids))
 
     async def models(self, request: Request) -> Response:
         """The served model, as a list."""

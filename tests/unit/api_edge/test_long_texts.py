@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from jdisagg.api.generation import long_texts
 from jdisagg.api.generation.long_texts import INLINE_CHARACTERS, MAX_WAITING_CHARACTERS, LongTexts
 from jdisagg.api.http import tokens
+from jdisagg.api.turns import Turns
 from jdisagg.core.errors import Overloaded, Unavailable
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import WAIT_LIMIT_S, FakeEngine, Served, run, serving
@@ -111,6 +113,7 @@ def test_every_way_to_the_tokenizer_has_that_bound_for_long_texts_alone(
                     ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
                     ("/v1/chat/completions", {"messages": [{"role": "user", "content": text * (1 + num // 4000)}]}),
                     ("/tokenize", {"prompt": text}),
+                    ("/tokenize", {"prompt": text[: len(text) // 6], "return_token_strs": True}),
                     ("/tokenize", {"messages": [{"role": "user", "content": text * (1 + num // 4000)}]}),
                     ("/detokenize", {"tokens": [5] * num}),
                 ):
@@ -170,19 +173,55 @@ def test_what_tokenize_answers_is_bounded_and_written_beside_the_loop(
 
     async def check() -> None:
         async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
-            asked = {"prompt": "the é " * 100, "return_token_strs": True}
+            asked = {"prompt": "the é " * 700, "return_token_strs": True}
             answer = await http.post("/tokenize", json=asked)
             assert answer.text == json.dumps(answer.json(), ensure_ascii=False, separators=(",", ":"))
+            assert threading.main_thread() not in writers
             back = await http.post("/detokenize", json={"tokens": answer.json()["tokens"]})
-            assert back.json()["prompt"].endswith("the é " * 100)
+            assert back.json()["prompt"].endswith("the é " * 700)
             assert back.headers["content-type"] == "application/json"
             beyond = "a " * 2000 * tokenizer.max_token_characters
+            writers.clear()
             counted = (await http.post("/tokenize", json={"prompt": beyond})).json()
+            assert writers
+            assert threading.main_thread() not in writers
             assert counted["count"] == len(tokenizer.encode(beyond)) > counted["max_model_len"], "who is to cut it has to count"
             refused = await http.post("/tokenize", json={"prompt": "a" * (tokens.MAX_CHARACTERS + 1)})
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
             assert "at most 1048576 characters" in refused.json()["error"]["message"]
 
     run(check())
-    assert writers
-    assert threading.main_thread() not in writers
+
+
+def test_short_texts_take_the_tokenizer_by_turns_and_no_thread_that_others_need(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_turns, wait = [0], Turns.wait
+
+    async def noted(self: Turns) -> None:
+        num_turns[0] += 1
+        await wait(self)
+
+    monkeypatch.setattr(Turns, "wait", noted)
+
+    async def check() -> None:
+        engine, taken, free = FakeEngine(tokenizer, "fox"), ThreadPoolExecutor(1), threading.Event()
+        async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            asyncio.get_running_loop().set_default_executor(taken)
+            waits = asyncio.create_task(asyncio.to_thread(free.wait, WAIT_LIMIT_S))
+            try:
+                for path, asked, turns in (
+                    ("/tokenize", {"prompt": "the " * 1000, "return_token_strs": True}, 1),
+                    ("/tokenize", {"messages": [{"role": "user", "content": "fox"}]}, 2),
+                    ("/detokenize", {"tokens": [5] * INLINE_CHARACTERS}, 1),
+                ):
+                    num_turns[0] = 0
+                    answers = await asyncio.gather(*(http.post(path, json=asked) for _ in range(20)))
+                    assert {answer.status_code for answer in answers} == {200}
+                    assert num_turns[0] == 20 * turns
+                assert not waits.done()
+            finally:
+                free.set()
+                await waits
+
+    run(check())
