@@ -10,8 +10,8 @@ import asyncio
 import logging
 import random
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from time import monotonic
@@ -58,7 +58,7 @@ class Edge:
         grammars: GrammarGate | None = None,
         call_format: CallFormat | None = None,
     ) -> None:
-        """`default_deadline_s` runs from intake. `defaults`: the model's own for parameters a client leaves out,
+        """`default_deadline_s` runs from arrival. `defaults`: the model's own for parameters a client leaves out,
         `max_new_tokens` for the length of an answer. `metrics`: where requests are counted that no engine sees. `source`: what
         the tokenizer was loaded by, a directory or a Hub id, which benchmarks load theirs by, too. `grammars`: None = the
         tokenizer is none that answers can be constrained for. `call_format`: of tool calls in answers; None = they stay
@@ -160,6 +160,14 @@ class Edge:
         async with self.long_texts.place(num_characters) as run:
             return await run(function)
 
+    async def read_long(
+        self, read: Callable[[], TextRequest], num_bytes: int, request_id: str, *, arrived_s: float, timeout_s: float | None
+    ) -> TextRequest:
+        """What `read` makes of so many bytes beside the event loop, or its error. Raises Overloaded where too many long ones
+        wait, DeadlineExceeded when `timeout_s` is over, be it that `read` has begun."""
+        async with _until(self._deadline_s(arrived_s, timeout_s), request_id):
+            return await self.long_texts.run(read, num_bytes)
+
     async def beside(self, function: Callable[[], T]) -> T:
         """What `function`, a long one, returns. It runs beside the event loop, where more than one would only take turns: who
         waits no longer has the next one wait for its thread all the same."""
@@ -178,26 +186,24 @@ class Edge:
         return True
 
     async def _admit(self, request: TextRequest) -> Job:
-        timeout_s = self._default_deadline_s if request.timeout_s is None else request.timeout_s
-        now_s = monotonic()
-        deadline_s = now_s + min(timeout_s, self._default_deadline_s)
+        arrived_s = monotonic() if request.arrived_s is None else request.arrived_s
+        deadline_s = self._deadline_s(arrived_s, request.timeout_s)
         card = await self._engine.first_card(deadline_s)
         await self._turns.wait()
-        try:
-            async with asyncio.timeout(max(0.0, deadline_s - monotonic())):  # grammars and long texts are waited for
-                return await admit(
-                    _with_recommended(request, self._max_new_tokens),
-                    card,
-                    self.tokenizer,
-                    self.long_texts,
-                    self._grammars,
-                    arrived_s=now_s if request.arrived_s is None else request.arrived_s,
-                    deadline_s=deadline_s,
-                    draw_seed=self._draw_seed,
-                )
-        except TimeoutError as error:
-            late = f"request {request.request_id}: its deadline passed before its prompt and its grammar were read"
-            raise DeadlineExceeded(late) from error
+        async with _until(deadline_s, request.request_id):  # grammars and long texts are waited for
+            return await admit(
+                _with_recommended(request, self._max_new_tokens),
+                card,
+                self.tokenizer,
+                self.long_texts,
+                self._grammars,
+                arrived_s=arrived_s,
+                deadline_s=deadline_s,
+                draw_seed=self._draw_seed,
+            )
+
+    def _deadline_s(self, arrived_s: float, timeout_s: float | None) -> float:
+        return arrived_s + min(self._default_deadline_s if timeout_s is None else timeout_s, self._default_deadline_s)
 
     async def _pump(self, job: Job, index: int, mailbox: RequestMailbox) -> None:
         """One choice. The mailbox is unbounded (by max_tokens): a slow reader must not hold KV pages."""
@@ -250,6 +256,17 @@ class Edge:
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(result, Exception):
                 self.ends.tell("request %s: its end failed", job.request_id, result)
+
+
+@asynccontextmanager
+async def _until(deadline_s: float, request_id: str) -> AsyncIterator[None]:
+    """Ends what waits within it, with DeadlineExceeded."""
+    try:
+        async with asyncio.timeout(max(0.0, deadline_s - monotonic())):
+            yield
+    except TimeoutError as error:
+        late = f"request {request_id}: its deadline passed before its prompt and its grammar were read"
+        raise DeadlineExceeded(late) from error
 
 
 def _with_recommended(request: TextRequest, max_new_tokens: int | None) -> TextRequest:

@@ -21,7 +21,7 @@ from jdisagg.api.http.calls import MessageReader, TextReader, read_offer, reader
 from jdisagg.api.http.connection import Event, open_stream, while_connected
 from jdisagg.api.http.forced_calls import with_forced
 from jdisagg.api.http.messages import render_prompt
-from jdisagg.api.http.parameters import LENGTH, ResponseOptions, admit, read_options, read_request, read_sampling
+from jdisagg.api.http.parameters import LENGTH, ResponseOptions, admit, read_options, read_request, read_sampling, read_timeout
 from jdisagg.api.http.request_id import request_id_of
 from jdisagg.api.http.shapes import chat_logprobs, envelope, prompt_logprobs
 from jdisagg.api.http.unserved import CHAT_FIELDS, refuse_unserved
@@ -33,12 +33,17 @@ _MESSAGE = {"role": "assistant", "content": None, "refusal": None}  # beside wha
 
 async def answer_chat(edge: Edge, request: Request) -> Response:
     """Answer one request, streamed or whole."""
-    body = await read_body(request)
+    body, arrived_s = await read_body(request), time.monotonic()
     options = read_options(request, body)
     num_top = _read_top_logprobs(body)
     num_prompt_top = _read_prompt_logprobs(body, stream=options.stream)
-    read = partial(read_chat, body, edge, num_top, request_id_of(request, body), time.monotonic())
-    text_request = await edge.long_texts.run(read, body.num_bytes) if body.is_long else read()
+    request_id = request_id_of(request, body)
+    read = partial(read_chat, body, edge, num_top, request_id, arrived_s)
+    if body.is_long:
+        reading = edge.read_long(read, body.num_bytes, request_id, arrived_s=arrived_s, timeout_s=read_timeout(body))
+        text_request = await while_connected(request.receive, reading)
+    else:
+        text_request = read()
     job = await admit(edge, request, body, text_request)
     answer = _Answer(edge, job, options, num_top=num_top, num_prompt_top=num_prompt_top, make_reader=reader_of(body, edge))
     del body, read, text_request  # of megabytes perhaps, and the answer may take minutes

@@ -88,9 +88,7 @@ def read_request(
 ) -> TextRequest:
     """The body as far as both read it alike. `add_special_tokens`: whether they are put around text prompts where the body does
     not say."""
-    n, seed, timeout_s = body.integer("n"), body.integer("seed"), body.number("timeout_s")
-    if timeout_s is not None and not timeout_s > 0:
-        raise wrong_type("timeout_s", "a number above 0", timeout_s)
+    n, seed = body.integer("n"), body.integer("seed")
     return TextRequest(
         request_id=request_id,
         prompts=prompts,
@@ -109,8 +107,16 @@ def read_request(
         ),
         priority=body.integer("priority") or 0,
         cache_salt=body.text("cache_salt") or "",
-        timeout_s=timeout_s,
+        timeout_s=read_timeout(body),
     )
+
+
+def read_timeout(body: Body) -> float | None:
+    """`timeout_s`. Raises InvalidRequest."""
+    timeout_s = body.number("timeout_s")
+    if timeout_s is not None and not timeout_s > 0:
+        raise wrong_type("timeout_s", "a number above 0", timeout_s)
+    return timeout_s
 
 
 def _bad_words(body: Body, sampling: SamplingParams) -> tuple[str, ...]:
