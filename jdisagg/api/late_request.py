@@ -1,24 +1,73 @@
-"""Calls of clients that bring no request: gRPC would wait for it as long as the connection lives."""
+"""Calls of clients that bring no request: gRPC would wait for it as long as the connection lives.
+
+What has come of one is in memory, where nobody is told of it: up to 21 MiB (`channels.MAX_RECEIVED_BYTES`) that end with their
+last byte or with the call. So of calls whose request takes its time there are only so many.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from jdisagg.api.api_key import CLIENT_SERVICE
+from jdisagg.api.api_key import CLIENT_SERVICE, OPEN_SERVICE
 from jdisagg.api.codec import refuse
-from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, RequestError
+from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestError
 
 REQUEST_TIMEOUT_S = 300.0  # from the beginning of a call to the end of its request, which may be long
+SLOW_S = 1.0  # of hundreds that come together each takes a twentieth of it
+LATE_S = 0.2  # that an event loop is behind: what it would hear of by now it has not heard of
+MOST_SLOW = 24  # calls: some 512 MiB together, as of bodies over HTTP
+_RETRY_AFTER_S = 5.0
+
+
+class SlowRequests:
+    """Calls whose request has not come within SLOW_S. Beyond MOST_SLOW of them the oldest is ended. Use from one event loop."""
+
+    def __init__(self) -> None:
+        self._limits: dict[asyncio.Timeout, None] = {}  # the oldest first
+
+    @contextmanager
+    def watch(self, limit: asyncio.Timeout) -> Iterator[None]:
+        """For one call, which waits for its request within this and within `limit`, which ends it at once if need be."""
+        loop = asyncio.get_running_loop()
+
+        def look(due_s: float) -> None:
+            nonlocal timer
+            if loop.time() > due_s + LATE_S:
+                timer = look_later()
+            else:
+                self._limits[limit] = None
+                self._end_oldest(loop.time())
+
+        def look_later() -> asyncio.TimerHandle:
+            return loop.call_at(due_s := loop.time() + SLOW_S, look, due_s)
+
+        timer = look_later()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            self._limits.pop(limit, None)
+
+    def _end_oldest(self, now_s: float) -> None:
+        if len(self._limits) > MOST_SLOW:
+            oldest = next(iter(self._limits))
+            del self._limits[oldest]
+            if not oldest.expired():
+                oldest.reschedule(now_s)
 
 
 class RequestGuard(grpc.aio.ServerInterceptor):
-    """Ends such calls of GenerationService: DEADLINE_EXCEEDED after REQUEST_TIMEOUT_S, INVALID_ARGUMENT when none can come any
-    more."""
+    """Ends such calls of GenerationService, and of health, which asks for no key: DEADLINE_EXCEEDED after REQUEST_TIMEOUT_S,
+    RESOURCE_EXHAUSTED when there are too many that take long, INVALID_ARGUMENT when no request can come any more."""
+
+    def __init__(self) -> None:
+        self._slow = SlowRequests()
 
     async def intercept_service(
         self,
@@ -26,14 +75,14 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         """The method's own handler, behind one of a stream of requests, which begins before the first has come."""
-        handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming or not str(handler_call_details.method).startswith(CLIENT_SERVICE):
+        handler, method = await continuation(handler_call_details), str(handler_call_details.method)
+        if handler is None or handler.request_streaming or not method.startswith((CLIENT_SERVICE, OPEN_SERVICE)):
             return handler
         respond = handler.unary_stream if handler.response_streaming else handler.unary_unary
 
         async def begin(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
             try:
-                request = await _first(requests)
+                request = await self._first(requests)
             except RequestError as error:
                 return refuse(context, error)
             return await respond(request, context)
@@ -41,12 +90,16 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         kind = grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
         return kind(begin, handler.request_deserializer, handler.response_serializer)
 
-
-async def _first(requests: AsyncIterator[Any]) -> Any:
-    try:
-        async with asyncio.timeout(REQUEST_TIMEOUT_S):
-            return await anext(requests)
-    except TimeoutError:
-        raise DeadlineExceeded(f"no request came within {REQUEST_TIMEOUT_S:g} s; send it sooner") from None
-    except StopAsyncIteration:
-        raise InvalidRequest("the call brought no request; send one") from None
+    async def _first(self, requests: AsyncIterator[Any]) -> Any:
+        until_s = asyncio.get_running_loop().time() + REQUEST_TIMEOUT_S
+        try:
+            async with asyncio.timeout_at(until_s) as limit:
+                with self._slow.watch(limit):
+                    return await anext(requests)
+        except TimeoutError:
+            if limit.when() == until_s:
+                raise DeadlineExceeded(f"no request came within {REQUEST_TIMEOUT_S:g} s; send it sooner") from None
+            told = f"more than {MOST_SLOW} requests take longer than {SLOW_S:g} s to come, this one longest; come again"
+            raise Overloaded(told, retry_after_s=_RETRY_AFTER_S) from None
+        except StopAsyncIteration:
+            raise InvalidRequest("the call brought no request; send one") from None
