@@ -123,12 +123,12 @@ def test_tokenizing_has_a_limit(
     assert "at most" in answer.json()["error"]["message"]
 
 
-def test_tokenizing_is_not_done_on_the_loop(tokenizer: Tokenizer, threads: set[threading.Thread]) -> None:
+def test_long_texts_are_not_tokenized_on_the_loop(tokenizer: Tokenizer, threads: set[threading.Thread]) -> None:
     async def asked() -> None:
         async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
             threads.clear()
-            assert (await http.post("/tokenize", json={"prompt": "the fox"})).status_code == 200
-            assert (await http.post("/detokenize", json={"tokens": [3, 4]})).status_code == 200
+            assert (await http.post("/tokenize", json={"prompt": "the fox " * 2500})).status_code == 200
+            assert (await http.post("/detokenize", json={"tokens": [3, 4] * 10_000})).status_code == 200
 
     run(asked())
     assert threads

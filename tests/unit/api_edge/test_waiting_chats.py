@@ -40,7 +40,7 @@ class Work:
 
 @contextmanager
 def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
-    """Every chat and text is a long one, and what is read beside the event loop takes until the end of this."""
+    """Every chat is a long one, and what is read beside the event loop takes until the end of this."""
     work, render, encode = Work(), ChatTemplate.render, Tokenizer.encode
 
     def slow_render(self: ChatTemplate, *given: Any, **options: Any) -> str:
@@ -55,7 +55,6 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
     monkeypatch.setattr(ChatTemplate, "render", slow_render)
     monkeypatch.setattr(Tokenizer, "encode", slow_encode)
     monkeypatch.setattr(body, "_INLINE_BYTES", 10)
-    monkeypatch.setattr(long_texts, "INLINE_CHARACTERS", 10)
     try:
         yield work
     finally:
