@@ -29,35 +29,33 @@ class SlowRequests:
     """Calls whose request has not come within SLOW_S. Beyond MOST_SLOW of them the oldest is ended. Use from one event loop."""
 
     def __init__(self) -> None:
-        self._limits: dict[asyncio.Timeout, None] = {}  # the oldest first
+        self._timers: dict[asyncio.Timeout, asyncio.TimerHandle] = {}  # of all that wait
+        self._slow: dict[asyncio.Timeout, None] = {}  # the oldest first
 
     @contextmanager
     def watch(self, limit: asyncio.Timeout) -> Iterator[None]:
         """For one call, which waits for its request within this and within `limit`, which ends it at once if need be."""
-        loop = asyncio.get_running_loop()
-
-        def look(due_s: float) -> None:
-            nonlocal timer
-            if loop.time() > due_s + LATE_S:
-                timer = look_later()
-            else:
-                self._limits[limit] = None
-                self._end_oldest(loop.time())
-
-        def look_later() -> asyncio.TimerHandle:
-            return loop.call_at(due_s := loop.time() + SLOW_S, look, due_s)
-
-        timer = look_later()
+        self._look_later(limit)
         try:
             yield
         finally:
-            timer.cancel()
-            self._limits.pop(limit, None)
+            self._timers.pop(limit).cancel()
+            self._slow.pop(limit, None)
 
-    def _end_oldest(self, now_s: float) -> None:
-        if len(self._limits) > MOST_SLOW:
-            oldest = next(iter(self._limits))
-            del self._limits[oldest]
+    def _look_later(self, limit: asyncio.Timeout) -> None:
+        loop = asyncio.get_running_loop()
+        due_s = loop.time() + SLOW_S
+        self._timers[limit] = loop.call_at(due_s, self._look, limit, due_s)
+
+    def _look(self, limit: asyncio.Timeout, due_s: float) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if now_s > due_s + LATE_S:
+            self._look_later(limit)
+            return
+        self._slow[limit] = None
+        if len(self._slow) > MOST_SLOW:
+            oldest = next(iter(self._slow))
+            del self._slow[oldest]
             if not oldest.expired():
                 oldest.reschedule(now_s)
 
@@ -92,8 +90,9 @@ class RequestGuard(grpc.aio.ServerInterceptor):
 
     async def _first(self, requests: AsyncIterator[Any]) -> Any:
         until_s = asyncio.get_running_loop().time() + REQUEST_TIMEOUT_S
+        limit = asyncio.timeout_at(until_s)
         try:
-            async with asyncio.timeout_at(until_s) as limit:
+            async with limit:
                 with self._slow.watch(limit):
                     return await anext(requests)
         except TimeoutError:

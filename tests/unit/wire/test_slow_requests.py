@@ -132,9 +132,10 @@ def test_of_a_call_whose_request_has_come_nothing_is_kept(takes_s: float, monkey
         async with asyncio.timeout(60.0) as limit:
             with slow.watch(limit):
                 await asyncio.sleep(takes_s)
-                assert len(slow._limits) == (takes_s > 0)
+                assert len(slow._slow) == (takes_s > 0)
             await asyncio.sleep(0.2)
-            assert not slow._limits
+            assert not slow._slow
+            assert not slow._timers
 
     run(check())
 
