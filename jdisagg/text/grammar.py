@@ -31,7 +31,9 @@ from jdisagg.text.schema_annotations import readable_text
 log = logging.getLogger(__name__)
 
 MOST_KEPT = 64  # compiled grammars that nobody holds; most clients use few, and answers may make each of them 10 MB and more
-MOST_TEXT = 2**22  # characters of those that are held; compiled, they may be 350 times as large
+MOST_TEXT = 2**22  # characters of those that are held, see `_length`: 2 GiB at most
+LEAST_LENGTH = 2**13  # characters that each counts as: honest short ones take 1 MiB, and `multipleOf` of a prime many
+_BYTES_EACH = 512  # of what is compiled, for a character; 60,000 letters take 400
 _MOST_OF_ERROR = 300  # characters
 _ROW = "Current row has"  # of `max_items_in_row`
 _FEWER = "; of an object of a JSON schema, require more properties, or have fewer properties"
@@ -157,7 +159,7 @@ class Grammars:
         except RuntimeError as error:
             raise Unavailable(f"grammar ({grammar.kind.value}): no thread is left to compile it: {error}") from error
         with self._lock:
-            if _text(self._there) > MOST_TEXT:
+            if _length(self._there) > MOST_TEXT:
                 self._kept.pop(grammar, None)
                 raise Overloaded("the grammars of the requests under way are too long in all; send the request again")
         return held
@@ -183,7 +185,7 @@ class Grammars:
             found = self._there.setdefault(grammar, found)
             self._kept.pop(grammar, None)
             self._kept[grammar] = found  # the newest again
-            while len(self._kept) > self._most_kept or _text(self._kept) > MOST_TEXT / 2:
+            while len(self._kept) > self._most_kept or _length(self._kept) > MOST_TEXT / 2:
                 del self._kept[next(iter(self._kept))]
         return found
 
@@ -254,8 +256,13 @@ class Grammars:
         return error
 
 
-def _text(grammars: Iterable[Grammar]) -> int:
-    return sum(len(grammar.text) for grammar in grammars)
+def most_bytes(grammar: Grammar) -> int:
+    """Compiled, it may take so much memory; one that takes more is refused where it is checked."""
+    return _BYTES_EACH * _length((grammar,))
+
+
+def _length(grammars: Iterable[Grammar]) -> int:
+    return sum(max(len(grammar.text), LEAST_LENGTH) for grammar in grammars)
 
 
 def _short(error: str) -> str:

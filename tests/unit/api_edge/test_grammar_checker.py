@@ -113,3 +113,13 @@ def test_a_limit_that_whoever_started_the_server_has_set_is_kept(
     soft, kept = limits[resource.RLIMIT_AS]
     assert kept == hard
     assert 2**27 < soft < 2**40 if asked is None else soft == asked
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_what_a_grammar_takes_is_seen_whatever_the_c_library_tells(tells: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not tells:
+        monkeypatch.setattr(grammar_checker.ctypes, "CDLL", lambda _: object())
+    before = grammar_checker._allocated()
+    held = bytearray(2**26)
+    assert 2**25 < grammar_checker._allocated() - before < 2**27
+    assert len(held) == 2**26

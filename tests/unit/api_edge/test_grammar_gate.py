@@ -81,6 +81,25 @@ def test_what_is_wrong_with_a_grammar_is_said_and_ends_no_process() -> None:
     run_quiet(body())
 
 
+@pytest.mark.parametrize(
+    "large",
+    [schema('{"type":"integer","multipleOf":299993}'), schema('{"type":"integer","multipleOf":9973}'), regex("a{20000}")],
+)
+def test_a_short_grammar_that_takes_much_memory_once_compiled_is_refused_however_many_came_before(large: Grammar) -> None:
+    async def body() -> None:
+        gate = GrammarGate(demo_vocabulary(), Metrics())
+        for fine in (regex("a{2000}"), regex(r"\p{L}{0,1000}"), without(["import"]), regex("a" * 60_000)):
+            await gate.prepare(fine)
+        first = pid_of(gate)
+        assert "make it simpler" in await refused(gate, large)
+        await gate.prepare(regex("a{3000}"))
+        assert "of 4.0 that one of its length may take" in await refused(gate, regex("b{20000}"))
+        assert pid_of(gate) == first
+        await gate.aclose()
+
+    run_quiet(body())
+
+
 def test_so_many_answers_are_remembered_and_the_one_that_was_used_longest_ago_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

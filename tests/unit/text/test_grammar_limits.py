@@ -15,7 +15,7 @@ import pytest
 from jdisagg.core.errors import InvalidRequest, Overloaded, Unavailable
 from jdisagg.core.requests import Grammar, GrammarKind
 from jdisagg.text import grammar as grammar_module
-from jdisagg.text.grammar import MOST_KEPT, Compiled, Grammars, Vocabulary
+from jdisagg.text.grammar import MOST_KEPT, Compiled, Grammars, Vocabulary, most_bytes
 from tests.e2e.processes import wait_until
 from tests.unit.text.grammar_rig import (
     GREEDY,
@@ -255,8 +255,9 @@ def test_one_that_is_held_stays_however_many_come_after_it(monkeypatch: pytest.M
 
 
 def test_no_more_is_kept_or_held_than_fits_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert grammar_module.MOST_TEXT == 2**22, "which compiled are 1.4 GB at worst"
+    assert grammar_module.MOST_TEXT == 2**22, "which compiled are 2 GiB at worst"
     monkeypatch.setattr(grammar_module, "MOST_TEXT", 40)
+    monkeypatch.setattr(grammar_module, "LEAST_LENGTH", 10)
 
     async def body() -> None:
         grammars = demo_grammars()
@@ -270,6 +271,25 @@ def test_no_more_is_kept_or_held_than_fits_into_memory(monkeypatch: pytest.Monke
         await grammars.ahead(regex("bbbbbbbbbb"))
         held.clear()
         await grammars.ahead(regex("f"))
+
+    asyncio.run(body())
+
+
+def test_a_short_grammar_counts_for_what_it_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few characters may take as much as thousands."""
+    assert most_bytes(regex("a")) == most_bytes(regex("a" * 8192)) == 2**22
+    assert most_bytes(regex("a" * 65536)) == 2**25
+    monkeypatch.setattr(grammar_module, "MOST_TEXT", 4 * grammar_module.LEAST_LENGTH)
+
+    async def body() -> None:
+        grammars = demo_grammars()
+        for letter in "abc":
+            grammars.compile(regex(letter))
+        assert [grammar.text for grammar in grammars._kept] == ["b", "c"]
+        held = [await grammars.ahead(regex(letter)) for letter in "abcd"]
+        with pytest.raises(Overloaded):
+            await grammars.ahead(regex("e"))
+        assert len(held) == 4
 
     asyncio.run(body())
 
