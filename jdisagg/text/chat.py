@@ -7,16 +7,18 @@ Rendered as Hugging Face does (its documented environment: trimmed blocks, loop 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
+from io import StringIO
 from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jdisagg.core.errors import ConfigError, InvalidRequest
@@ -28,6 +30,10 @@ _STUMBLES = (  # over what clients send
     *(RuntimeError, AssertionError, MemoryError),  # jinja2's own filters and globals raise these, too
 )
 _PROBE_TOOLS = [{"type": "function", "function": {"name": "probe", "description": "Probe.", "parameters": {"type": "object"}}}]
+_ROOM = " room"  # no template can name it
+_LEAST_INDENTED = 2**16  # characters of JSON with indents, in one prompt
+_MOST_INDENT = 32  # times the characters without: digits in lists of lists have 11
+_MOST_INDENTED = 2**24
 
 
 class _GenerationBlock(Extension):
@@ -114,21 +120,45 @@ class ChatTemplate:
                 tools=tools,
                 documents=None,  # nothing serves them; templates ask
                 add_generation_prompt=add_generation_prompt,
-                **(self._special_tokens | variables),
+                **(self._special_tokens | variables | {_ROOM: _Room()}),
             )
         except (jinja2.TemplateError, *_STUMBLES) as error:
             told = f"the model's chat template refuses these messages: {error}"
             raise InvalidRequest(told, field="messages") from error
 
 
-def _to_json(
+class _Room:
+    """How much JSON with indents one prompt may have: deep in other lists a number of two characters takes 800."""
+
+    def __init__(self) -> None:
+        self._earned, self._written = _LEAST_INDENTED, 0  # characters
+
+    def add(self, num_plain: int, parts: Iterable[str]) -> str:
+        """The text of `parts`, of what has `num_plain` characters without indents. Raises ValueError for too much."""
+        self._earned += _MOST_INDENT * num_plain
+        text = StringIO()  # a list of the parts would take many times as much
+        for part in parts:
+            self._written += text.write(part)
+            if self._written > min(self._earned, _MOST_INDENTED):
+                raise ValueError("as JSON with indents they are too long for what they say; nest them less")
+        return text.getvalue()
+
+
+@jinja2.pass_context
+def _to_json(  # noqa: PLR0917  # templates may give them by place, as in transformers
+    context: Context,
     value: Any,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    if indent is None:
+        return json.dumps(value, ensure_ascii=ensure_ascii, separators=separators, sort_keys=sort_keys)
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    num_plain = len(json.dumps(value, ensure_ascii=ensure_ascii))
+    room: _Room = context[_ROOM]
+    return room.add(num_plain, encoder.iterencode(value))
 
 
 def _raise_exception(message: str) -> NoReturn:

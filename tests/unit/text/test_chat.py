@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -184,3 +185,41 @@ def test_a_later_developer_message_is_not_lost_where_one_system_message_is_shown
     roles = ("system", "user", "developer", "user")
     messages = [{"role": role, "content": f"{role[0]}{number}"} for number, role in enumerate(roles)]
     assert ChatTemplate(source, {}).render(messages) == "s0\n\nd2<user>u1<user>u3"
+
+
+INDENTED = "{% for tool in tools %}{{ tool | tojson(indent=4) }}{% endfor %}"
+PLAIN = INDENTED.replace("indent=4", "separators=(', ', ': '), indent=none")
+
+
+def nested(value: Any, depth: int) -> Any:
+    return [nested(value, depth - 1)] if depth else value
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [nested([1] * 10_000, 50)],
+        [nested([1] * 500, 150)] * 10,  # each is short
+        [nested([1] * 20_000, 14)] * 30,  # each is wide
+    ],
+)
+def test_no_template_makes_a_long_prompt_of_little_by_indenting_it(tools: list[Any]) -> None:
+    with pytest.raises(InvalidRequest, match=r"refuses these messages: as JSON with indents .* nest them less") as refused:
+        ChatTemplate(INDENTED, {}).render([], tools=tools)
+    assert refused.value.field == "messages"
+    assert len(ChatTemplate(PLAIN, {}).render([], tools=tools)) > 3000, "without any they are fine"
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [nested({"enum": list(range(100))}, 100)],
+        [{"points": [[x % 10, x // 10 % 10] for x in range(50_000)]}],
+        [{"type": "object", "properties": {f"p{i}": {"type": "string", "enum": ["\u00e9", "\n"]} for i in range(20)}}] * 100,
+    ],
+)
+def test_indents_of_what_tools_have_are_written(tools: list[Any]) -> None:
+    expected = "".join(json.dumps(tool, indent=4, ensure_ascii=False) for tool in tools)
+    assert ChatTemplate(INDENTED, {}).render([], tools=tools) == expected
+    in_macro = "{% macro show(x) %}{{ x | tojson(indent=4) }}{% endmacro %}{% for tool in tools %}{{ show(tool) }}{% endfor %}"
+    assert ChatTemplate(in_macro, {}).render([], tools=tools, **{" room": None}) == expected
