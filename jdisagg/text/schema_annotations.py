@@ -9,6 +9,7 @@ does not know it has to refuse: without it an answer may be none that was asked 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from jdisagg.core.json_values import is_number
@@ -37,10 +38,10 @@ def readable_text(text: str) -> str:
         return text
 
 
-def readable(schema: Any) -> Any:
+def readable(schema: Any, looks_left: Iterator[int] | None = None) -> Any:
     """A schema as the library gets it, its keys in their order; what is no schema as it is. What stands elsewhere and is only
-    referred to is not looked at."""
-    missing = missing_tags(schema)
+    referred to is not looked at. `looks_left`: of `schema_tags.looks`, for one of several."""
+    missing = missing_tags(schema, looks_left)
 
     def change(one: dict[str, Any]) -> dict[str, Any]:
         said = {key: value for key, value in mended(one).items() if not _says_nothing(key, value, one)}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from itertools import islice
 from typing import Any
 from urllib.parse import unquote
 
@@ -19,10 +18,16 @@ _NESTED = (*_UNIONS, "allOf")  # what a branch may be made of
 _MOST_LOOKED_AT = 2**14  # branches and what they are made of, in all unions, which may share theirs: 20 ms
 
 
-def missing_tags(schema: Any) -> dict[int, list[str]]:
-    """By the `id` of a branch, wherever it stands in `schema`, the tags that it has and does not require."""
+def looks() -> Iterator[int]:
+    """One for each that may be looked at, in all schemas that it is given for."""
+    return iter(range(_MOST_LOOKED_AT))
+
+
+def missing_tags(schema: Any, left: Iterator[int] | None = None) -> dict[int, list[str]]:
+    """By the `id` of a branch, wherever it stands in `schema`, the tags that it has and does not require. `left`: of `looks`,
+    where others have taken some."""
     asked: dict[int, tuple[dict[str, Any], set[str]]] = {}
-    for one, tag in islice(_tagged(schema), _MOST_LOOKED_AT):
+    for (one, tag), _ in zip(_tagged(schema), looks() if left is None else left, strict=False):
         if isinstance(one, dict):
             asked.setdefault(id(one), (one, set()))[1].add(tag)
     return {place: missing for place, (branch, tags) in asked.items() if (missing := _missing(branch, tags))}

@@ -17,6 +17,7 @@ from jdisagg.api.http.tools import ForcedCall, read_forced, read_parameters
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import Grammar, GrammarKind, SamplingParams
 from jdisagg.text.schema_annotations import readable
+from jdisagg.text.schema_tags import looks
 
 TOOLS = "tools"  # the field that the grammar is made of
 _AT_LINE = re.compile(r"grammar \(lark\): at (\d+)\(\d+\): ")  # as errors of a grammar say where they are
@@ -50,9 +51,10 @@ def _grammar(body: Body, forced: ForcedCall, *, in_parallel: bool) -> Grammar:
     calls = " | ".join(f"call_{number}" for number in range(len(schemas)))
     more = '("," call)* ' if in_parallel else ""
     lines = [f'start: "[" call {more}"]"', f"call: {calls}"]
+    left = looks()  # for all of them: each alone may take 20 ms
     for number, (name, schema) in enumerate(schemas.items()):
         head = json.dumps(call_head(name))
-        root = schema_text("tools", _as_root(readable(schema)))
+        root = schema_text("tools", _as_root(readable(schema, left)))
         lines += [f'call_{number}: {head} arguments_{number} "}}"', f"arguments_{number}: %json {root}"]
     return Grammar(GrammarKind.LARK, "\n".join(lines))
 

@@ -116,6 +116,19 @@ def test_of_a_function_that_is_not_offered_those_that_are_can_be_chosen_from() -
         with_forced(SamplingParams(), Body(CHAT | asked))
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_what_is_looked_at_for_tags_has_one_bound_for_all_functions(first: bool) -> None:
+    """Twenty of them, each with as much as one may, would hold everybody up for 0.3 s."""
+    union = {"discriminator": {"propertyName": "t"}, "oneOf": [{"$ref": "#/$defs/u"}]}
+    wide = {"properties": {f"p{i}": union for i in range(50)}, "$defs": {"u": {"anyOf": [{}] * 1000}}}
+    functions = [{"name": "wide", "parameters": wide}]
+    functions.insert(not first, {"name": "tagged", "parameters": TAGGED})
+    tools = [{"type": "function", "function": function} for function in functions]
+    asked = with_forced(SamplingParams(), Body(CHAT | {"tools": tools, "tool_choice": "required"})).grammar
+    assert asked is not None
+    assert ('"required":["kind"]' in asked.text) is first
+
+
 def test_an_answer_has_the_calls_and_no_content(tokenizer: Tokenizer) -> None:
     cases = [
         ({"tool_choice": NAMED}, ARGUMENTS, [("weather", ARGUMENTS)], "stop"),

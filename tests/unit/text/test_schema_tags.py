@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from jdisagg.text.schema_annotations import readable
-from jdisagg.text.schema_tags import missing_tags
+from jdisagg.text.schema_tags import looks, missing_tags
 from tests.unit.text.grammar_rig import demo_grammars, demo_tokenizer, schema
 
 
@@ -126,6 +126,19 @@ def test_of_very_many_unions_that_share_branches_not_all_are_looked_at(others: i
     assert thread_time() - began_s < 1.0
     assert len(found) < 20
     assert bool(found) is (others == 0)
+
+
+def test_several_schemas_may_share_what_is_looked_at() -> None:
+    def union(number: int) -> dict[str, Any]:
+        branches = [{"properties": {"t": True}, "title": f"{i}"} for i in range(number)]
+        return {"discriminator": {"propertyName": "t"}, "oneOf": branches}
+
+    left = looks()
+    assert [len(missing_tags(union(number), left)) for number in (10, 5000, 5000)] == [10, 5000, 5000]
+    assert 0 < len(missing_tags(union(10_000), left)) < 2**14 - 10_000
+    assert missing_tags(union(10), left) == {}
+    assert readable(union(10), left) == union(10)
+    assert len(missing_tags(union(10))) == 10, "one alone has them all"
 
 
 def test_a_long_reference_is_followed_once() -> None:
