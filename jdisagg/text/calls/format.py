@@ -15,6 +15,7 @@ class Verdict(Enum):
     """On what may be the beginning of a call."""
 
     WAIT = auto()  # it needs more text
+    REST = auto()  # it needs all of its object, and is not asked again before that
     TEXT = auto()  # it is none
 
 
@@ -37,6 +38,6 @@ class CallFormat(Protocol):
 
     def look(self, held: str, *, is_whole: bool) -> Head | Verdict:
         """`held` begins with a mark; without one, it is the beginning of an answer, if that may be bare, or a brace and what
-        follows it stand behind a call. It is asked after each character, and no more after another answer than WAIT: so it is
-        not to take longer for a longer text. `is_whole`: the last character ends the object that began first."""
+        follows it stand behind a call. It is asked after each character, and no more after another answer than WAIT, or REST:
+        so it is not to take longer for a longer text. `is_whole`: the last character ends the object that began first."""
         ...

@@ -28,7 +28,7 @@ def look_at_object(held: str, *, is_whole: bool) -> Head | Verdict:
     elif held.endswith("{") and (head := _HEAD.fullmatch(held)):
         return Head(head[1])
     if not is_whole:
-        return Verdict.WAIT
+        return Verdict.WAIT if len(held) <= MOST_BEGUN else Verdict.REST
     try:
         call = json.loads(held.lstrip())
         key = next((name for name in _ARGUMENTS if name in call), None)

@@ -2,9 +2,9 @@
 
     text --a mark--> head --a name that is offered, and the brace of its arguments--> arguments --its end--> behind --> text
 
-A head is looked at after each character, so what is found does not depend on how the text was cut. Once it is whole the call
-is one, whatever comes: arguments go out as the model writes them and may end before their end, or be no JSON. A head that
-turns out to be none goes out as text. Blanks before a call and around it are no text: templates write their own.
+A head is looked at after each character that may decide, so what is found does not depend on how the text was cut. Once it is
+whole the call is one, whatever comes: arguments go out as the model writes them and may end before their end, or be no JSON. A
+head that turns out to be none goes out as text. Blanks before a call and around it are no text: templates write their own.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ Piece = Said | Called | Argued
 class _At(Enum):
     TEXT = auto()
     HEAD = auto()
+    LONG_HEAD = auto()  # its end decides
     ARGUMENTS = auto()
     REST = auto()  # further keys of the object that a call is
     BEHIND = auto()
@@ -85,7 +86,7 @@ class CallReader:
 
     def flush(self) -> list[Piece]:
         """What is left at the end of the answer. What stands between a call and its end is dropped."""
-        if self._at in (_At.TEXT, _At.HEAD):
+        if self._at in (_At.TEXT, _At.HEAD, _At.LONG_HEAD):
             held = self._held
             for mark in self._hidden:
                 held = held.replace(mark, "")
@@ -104,6 +105,8 @@ class CallReader:
                 return self._read_text(text)
             case _At.HEAD:
                 return self._read_head(text)
+            case _At.LONG_HEAD:
+                return self._read_long_head(text)
             case _At.ARGUMENTS:
                 return self._read_arguments(text)
             case _At.REST:
@@ -128,17 +131,36 @@ class CallReader:
         return rest
 
     def _read_head(self, text: str) -> str:
-        for index, character in enumerate(text, start=1):
-            self._held += character
-            self._braces.end(character)
-            is_whole = character == "}" and self._braces.depth == 0
-            is_over = len(self._held) > MOST_HELD or self._held.endswith(self._format.marks, 1)
-            head = Verdict.TEXT if is_over else self._format.look(self._held, is_whole=is_whole)
-            if isinstance(head, Head) and head.name in self._names:
-                self._begin(head)
-                return text[index - (head.arguments is None) :]
-            if head is not Verdict.WAIT:
-                return self._begun_text() + text[index:]
+        for index in range(len(text)):
+            self._braces.end(text[index])
+            left = self._look(text[index])
+            if self._at is not _At.HEAD:
+                return left + text[index + 1 :]
+        return ""
+
+    def _read_long_head(self, text: str) -> str:
+        part = text
+        for mark in self._format.marks:
+            begun = self._held[max(1, len(self._held) - len(mark) + 1) :]
+            if (begin := (begun + part).find(mark)) >= 0:
+                part = part[: begin + len(mark) - len(begun)]
+        part = part[: self._braces.end(part)]
+        return self._look(part) + text[len(part) :]
+
+    def _look(self, part: str) -> str:
+        """At the head with `part` behind it, whose last character is the first that may decide. Returns what of it is to be
+        read again."""
+        self._held += part
+        is_whole = part[-1] == "}" and self._braces.depth == 0
+        is_over = len(self._held) > MOST_HELD or self._held.endswith(self._format.marks, 1)
+        head = Verdict.TEXT if is_over else self._format.look(self._held, is_whole=is_whole)
+        if isinstance(head, Head) and head.name in self._names:
+            self._begin(head)
+            return part[-1] if head.arguments is None else ""
+        if head is Verdict.REST:
+            self._at = _At.LONG_HEAD
+        elif head is not Verdict.WAIT:
+            return self._begun_text()
         return ""
 
     def _begin(self, head: Head) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from itertools import pairwise
 from time import process_time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jdisagg.text.calls.format import CallFormat, Head, Verdict
 from jdisagg.text.calls.formats import FORMATS
 from jdisagg.text.calls.objects import MOST_BEGUN
-from jdisagg.text.calls.reader import MOST_HELD, Argued, Called, CallReader, Said
+from jdisagg.text.calls.reader import MOST_HELD, Argued, Called, CallReader, Piece, Said
 from tests.unit.text.calls.rig import NAMES, joined, read
 from tests.unit.text.calls.test_formats import CALLS, TEXTS
 
@@ -36,6 +39,67 @@ def test_calls_and_text_are_the_same_wherever_the_answer_is_cut(name: str, text:
     assert read(name, text, range(len(text)), hidden) == whole
     if not whole[1] and not hides:
         assert whole[0] == text
+
+
+class EachCharacter:
+    """A format that is asked after each of them."""
+
+    def __init__(self, of: CallFormat) -> None:
+        self.marks, self.inner, self.glue, self.opens_bare = of.marks, of.inner, of.glue, of.opens_bare
+        self._look = of.look
+
+    def look(self, held: str, *, is_whole: bool) -> Head | Verdict:
+        """As the other's."""
+        verdict = self._look(held, is_whole=is_whole)
+        return Verdict.WAIT if verdict is Verdict.REST else verdict
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(st.tuples(PARTS, PARTS, PARTS), st.integers(400, 20_000), st.sampled_from('a{}"]>\\ '), CUTS)
+def test_a_long_head_is_read_as_if_each_of_its_characters_might_decide(
+    name: str, parts: tuple[str, str, str], length: int, filling: str, cuts: list[int]
+) -> None:
+    before, head, behind = parts
+    begun = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS][", "llama3_json": "<|python_tag|>"}[name]
+    text = f'{before}{begun}{{"arguments": {{"a": "{head}{filling * length}{behind}"}}, "name": "f"}}{behind}'
+    edges = [0, *sorted(min(length + cut, len(text)) for cut in cuts), len(text)]
+    pieces, expected = list[list[Piece]](), list[list[Piece]]()
+    for call_format, into in ((FORMATS[name], pieces), (EachCharacter(FORMATS[name]), expected)):
+        reader = CallReader(call_format, NAMES)
+        into += [reader.push(text[begin:end]) for begin, end in pairwise(edges)]
+        into.append(reader.flush())
+    assert pieces == expected
+
+
+@pytest.mark.parametrize("over", range(-1, 3))
+@pytest.mark.parametrize("cut", [3000, MOST_HELD - 5])
+def test_a_long_head_may_have_so_many_characters_wherever_it_is_cut(over: int, cut: int) -> None:
+    begin, end = '<tool_call>{"arguments": {"a": "', '"}, "name": "f"}'
+    text = begin + "a" * (MOST_HELD + over - len(begin) - len(end)) + end
+    assert len(read("hermes", text, [cut])[1]) == (over <= 0)
+    assert read("hermes", text, [cut])[0] == (text if over > 0 else "")
+
+
+@pytest.mark.parametrize("at", range(13))
+def test_a_mark_ends_a_long_head_wherever_it_is_cut(at: int) -> None:
+    text = '<tool_call>{"arguments": {"a": "' + "a" * 2000
+    call = '<tool_call>{"name": "f", "arguments": {}}'
+    assert read("hermes", text + call, [len(text) + at]) == (text, [("f", "{}")])
+    assert read("hermes", f'{text}</tool_call>"}}, "name": "f"}}', [len(text) + at])[1] == []
+
+
+def test_a_call_whose_arguments_come_first_is_read_without_a_look_after_each_character() -> None:
+    looks = list[int]()
+
+    class Counted(EachCharacter):
+        def look(self, held: str, *, is_whole: bool) -> Head | Verdict:
+            looks.append(len(held))
+            return self._look(held, is_whole=is_whole)
+
+    text = '<tool_call>{"arguments": {"a": "' + "{a]>" * 4000 + '"}, "name": "f"}'
+    pieces = CallReader(Counted(FORMATS["hermes"]), NAMES).push(text)
+    assert joined(pieces) == ("", [("f", json.dumps({"a": "{a]>" * 4000}))])
+    assert len(looks) < 600
 
 
 @given(st.sampled_from([(name, text) for name, text, _ in CALLS] + TEXTS), CUTS)
