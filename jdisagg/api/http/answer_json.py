@@ -15,6 +15,7 @@ from jdisagg.api.generation.intake import Job
 
 _LEVELS = 5  # of answer, choices, choice, logprobs, tokens; below lies one token
 LONG_IDS = 16_384  # of tokens: two milliseconds to write
+LONG_TEXT = 16_384  # characters: to look for calls in them may take 30 ms
 _SLICE = 4096  # of a list of them, at once
 _HOLE = "\0"  # what the text is while the rest is written; in JSON no other value looks like it
 _WRITTEN_HOLE = encode_basestring(_HOLE)
@@ -25,10 +26,15 @@ async def whole_response(edge: Edge, job: Job, whole: Callable[[Transcript], dic
     """The response of a request that does not stream; a long one is made and written beside the event loop. `shows_ids`: of
     tokens, each choice its prompt's too."""
     transcript = await edge.complete(job)
-    if not has_many_scores(transcript.choices) and not (shows_ids and _has_many_ids(job, transcript)):
+    has_much = has_many_scores(transcript.choices) or _has_long_texts(transcript)
+    if not has_much and not (shows_ids and _has_many_ids(job, transcript)):
         return JSONResponse(whole(transcript))
     content = await edge.beside(lambda: long_json(whole(transcript)))
     return Response(content, media_type="application/json")
+
+
+def _has_long_texts(transcript: Transcript) -> bool:
+    return sum(len(text) for choice in transcript.choices for text in choice.texts) > LONG_TEXT
 
 
 def _has_many_ids(job: Job, transcript: Transcript) -> bool:

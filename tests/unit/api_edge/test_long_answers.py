@@ -89,6 +89,30 @@ def test_an_answer_with_many_token_ids_is_written_beside_the_loop(
     run(check())
 
 
+@pytest.mark.parametrize("is_long", [True, False])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_an_answer_with_much_text_is_written_beside_the_loop(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str, is_long: bool
+) -> None:
+    writers, write = list[str](), answer_json.long_json
+    monkeypatch.setattr(answer_json, "LONG_TEXT", 59 if is_long else 60)
+    monkeypatch.setattr(
+        answer_json, "long_json", lambda answer: writers.append(threading.current_thread().name) or write(answer)
+    )
+
+    async def check() -> None:
+        engine = FakeEngine(tokenizer, "foxfoxfoxfoxfox")
+        async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            asked: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}
+            choices = (await http.post(path, json=asked | {"max_tokens": 100, "n": 4})).json()["choices"]
+            texts = [choice["message"]["content"] if "chat" in path else choice["text"] for choice in choices]
+            assert texts == ["foxfoxfoxfoxfox"] * 4
+            assert bool(writers) is is_long
+            assert threading.current_thread().name not in writers
+
+    run(check())
+
+
 @pytest.mark.parametrize("module", [completions, chat])
 def test_a_chunk_with_a_long_prompt_s_token_ids_is_written_beside_the_loop(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, module: ModuleType
