@@ -50,7 +50,7 @@ def _limits(most_in_row: int) -> llguidance.LLParserLimits:
     limit that holds: see `grammar_checker`. As many different beginnings as are in a row may follow at one place."""
     return llguidance.LLParserLimits(
         step_lexer_fuel=100_000,  # 7 ms
-        step_max_items=50_000,  # 3 ms
+        step_max_items=50_000,  # 3 ms, of rules that may be empty in many ways 150; honest ones need 15,000 with 130k tokens
         max_items_in_row=most_in_row,
         max_lexer_states=20_000,  # 10 MB, and more of large expressions
         max_grammar_size=100_000,
@@ -61,7 +61,7 @@ def _limits(most_in_row: int) -> llguidance.LLParserLimits:
 _LIMITS = {
     GrammarKind.JSON_SCHEMA: _limits(1000),  # 4 for each optional property; 10 ms at worst, which 2,000 make 90
     GrammarKind.REGEX: _limits(500),
-    GrammarKind.LARK: _limits(500),  # 20 ms, which 2,000 make 250
+    GrammarKind.LARK: _limits(500),  # 20 ms, or as above, which 2,000 make 250
 }
 
 # Blanks of JSON in a row: lines of a deep structure have as many, and no model fills its answer with them.
