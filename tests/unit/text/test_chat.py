@@ -222,4 +222,5 @@ def test_indents_of_what_tools_have_are_written(tools: list[Any]) -> None:
     expected = "".join(json.dumps(tool, indent=4, ensure_ascii=False) for tool in tools)
     assert ChatTemplate(INDENTED, {}).render([], tools=tools) == expected
     in_macro = "{% macro show(x) %}{{ x | tojson(indent=4) }}{% endmacro %}{% for tool in tools %}{{ show(tool) }}{% endfor %}"
-    assert ChatTemplate(in_macro, {}).render([], tools=tools, **{" room": None}) == expected
+    named_alike: dict[str, Any] = {" room": None}
+    assert ChatTemplate(in_macro, {}).render([], tools=tools, **named_alike) == expected
