@@ -25,6 +25,7 @@ class PairRules(RuleBasedStateMachine):
         self.wanted: dict[str, list[int]] = {}
         self.spoiled: set[str] = set()
         self.had_nan = False
+        self.had_trouble = False  # between workers
 
     def some_decoder(self, number: int) -> int:
         """A decode worker that there is."""
@@ -101,15 +102,18 @@ class PairRules(RuleBasedStateMachine):
             (number, stream) for number, d in enumerate(self.world.decoders) for stream in sorted(d.wire.open_streams, key=repr)
         ]
         number, stream = data.draw(st.sampled_from(streams))
+        self.had_trouble = True
         self.world.decoders[number].wire.cut(stream, reason)
 
     @precondition(lambda self: len(self.world.decoders) > 1)
     @rule(number=st.integers(0, 1))
     def decode_worker_dies(self, number: int) -> None:
+        self.had_trouble = True
         self.spoiled.update(self.world.kill(number))
 
     @rule(count=st.integers(1, 4))
     def lose_pieces(self, count: int) -> None:
+        self.had_trouble = True
         self.world.network.lose_next = count
 
     @rule(slots=st.sets(st.integers(0, 3), min_size=1), at_decode=st.booleans())
@@ -134,11 +138,14 @@ class PairRules(RuleBasedStateMachine):
             assert got == wanted[: len(got)], f"{name}: a wrong token"
             if self.had_nan and ends and isinstance(ends[0].error, NumericalError):
                 continue
-            if name in self.spoiled or (ends and ends[0].error is not None and not self.local_prefill):
+            if name in self.spoiled or (ends and ends[0].error is not None and self.had_trouble and not self.local_prefill):
                 continue  # cancelled, timed out, or out of peers: what came was right
             assert ends, f"{name} never ended"
             assert ends[0].error is None, ends[0].error
             assert got == wanted
+        if not self.had_trouble:
+            rungs = [each.recoveries for name in self.wanted for output in self.world.outputs[name] if (each := output.provenance)]
+            assert not any(rungs), f"recovered from nothing: {rungs}"
 
 
 class PairMachine(PairRules):
