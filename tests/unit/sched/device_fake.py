@@ -15,6 +15,7 @@ from tests.unit.sched.content_fake import Cell, FakePages, chain, next_token
 class SlotState:
     """One row of the device-resident decode state."""
 
+    request_id: str
     pages: list[int]
     cells: list[Cell]  # of all tokens known here: those it came with, then those sampled
     length: int  # positions whose KV is written; the token fed next is at this one
@@ -37,6 +38,7 @@ class FakeDevice:
         self.num_forward_tokens = 0
         self.num_copied_pages = 0
         self.bad: set[int] = set()  # slots whose next sample is NaN
+        self.spoiled: set[str] = set()  # requests of which a sample was
         self.unscored: set[int] = set()  # positions of prompt tokens whose log-probability is NaN
         self._sampled_by: dict[int, dict[int, SlotState]] = {}  # step that is not read -> slot -> who had it
         self.computed_by: dict[int, int] = {}  # page -> latest step whose rows wrote to it
@@ -88,7 +90,9 @@ class FakeDevice:
         cells = chain(admit.prompt_token_ids + admit.generated_token_ids, self.salts.get(admit.request_id, ""))
         scores = admit.sampling.logprobs is not None
         by_grammar = admit.sampling.grammar is not None
-        self.slots[admit.slot] = SlotState(list(admit.page_table[0]), cells, len(cells) - 1, scores, by_grammar, len(cells))
+        self.slots[admit.slot] = SlotState(
+            admit.request_id, list(admit.page_table[0]), cells, len(cells) - 1, scores, by_grammar, len(cells)
+        )
 
     def _compute(self, plan: Plan) -> tuple[Sampled, ...]:
         """Prompt chunks beside the first decode step, then the other decode steps. What lies past the reserved pages is thrown
@@ -153,7 +157,9 @@ class FakeDevice:
         token = next_token([cell.token for cell in state.cells])
         state.cells.append(state.cells[-1].next(token))
         bad = "NaN in layer 1" if slot in self.bad else None
-        self.bad.discard(slot)
+        if bad is not None:
+            self.bad.discard(slot)
+            self.spoiled.add(state.request_id)
         logprobs = (TokenLogprob(token, -0.5),) if state.scores else None
         return Sampled(slot=slot, token_ids=(token,), logprobs=logprobs, bad=bad)
 

@@ -60,6 +60,7 @@ class Seen:
 
     tokens: list[int] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
+    last_s: float = 0.0  # when the latest of them came
 
     @property
     def last(self) -> Output:
@@ -156,6 +157,7 @@ class FakeEngine:
             assert not seen.outputs or seen.last.finish is None, f"{output.request_id} got something after its end"
             assert output.request_id not in self.silent, f"{output.request_id} got something after it was cancelled"
             seen.outputs.append(output)
+            seen.last_s = self.now_s
             seen.tokens += output.token_ids
 
     def run(self, max_ticks: int = 400) -> None:

@@ -85,6 +85,7 @@ class DecodeMachine(WorkerMachine):
                 self._import(name, fetch, held)
             assert self.engine.scheduler.compute_locally(name, held)
             return
+        self.truth.lost.add(name)
         output = self.engine.scheduler.fail(name, HandoffLost("lost"))
         assert output is not None
         self.engine.collect([output])

@@ -99,7 +99,7 @@ class WorkerMachine(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         num_resumed=st.integers(0, 3),
         priority=st.integers(0, 2),
-        deadline_s=st.sampled_from([1e9, 1e9, 5.0]),
+        deadline_s=st.sampled_from([1e9, 1e9, 2.0]),
         remote=st.booleans(),
         is_open=st.booleans(),
         prompt_logprobs=st.sampled_from([None, None, 0]),
@@ -220,6 +220,12 @@ class WorkerMachine(RuleBasedStateMachine):
         self.engine.now_s += seconds
         self.engine.collect(self.engine.scheduler.expire(self.engine.now_s))
 
+    @precondition(lambda self: any(s.wait.was_preempted and s.slot is None for s in self.engine.scheduler.table.live.values()))
+    @rule()
+    def time_passes_while_somebody_waits_for_lost_pages(self) -> None:
+        """The deadlines of some pass: those of the others do not."""
+        self.time_passes(seconds=3.0)
+
     @rule()
     def forget_prefixes(self) -> None:
         self.engine.scheduler.reset_prefix_cache()
@@ -274,6 +280,7 @@ class WorkerMachine(RuleBasedStateMachine):
             return
         seen = self.engine.seen[name]
         if seen.last.finish is FinishReason.ERROR:
+            self.truth.check_error(asked, seen)
             return
         assert seen.tokens == self.truth.new_tokens(name)
         assert seen.last.finish is not None or self.role is Role.PREFILL

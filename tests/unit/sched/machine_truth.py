@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from jdisagg.core.errors import DeadlineExceeded, HandoffLost, NumericalError
 from jdisagg.core.requests import EngineRequest, Role
 from jdisagg.kv.prefix import PrefixIndex
 from jdisagg.sched.sequence import Sequence
 from jdisagg.sched.states import Status
 from tests.unit.sched.content_fake import Cell, chain
-from tests.unit.sched.engine_fake import FakeEngine, expected
+from tests.unit.sched.engine_fake import FakeEngine, Seen, expected
 
 WRITTEN = {
     Status.RUNNING: lambda s: s.num_scheduled,
@@ -27,6 +28,7 @@ class Truth:
         self._new_tokens: dict[str, list[int]] = {}
         self._cells: dict[str, list[Cell]] = {}
         self._page_of_key: dict[bytes, list[Cell]] = {}
+        self.lost: set[str] = set()  # whose peers died, and whom nothing else could serve
 
     def add(self, asked: EngineRequest) -> None:
         """A request was accepted."""
@@ -58,6 +60,16 @@ class Truth:
             (page,) = self._index.match_keys((key,))
             device.pages.expect((page,), self._page_of_key[key], device.pages.page_size)
             assert device.computed_by.get(page) not in in_flight, f"page {page} can be found before its step has committed"
+
+    def check_error(self, asked: EngineRequest, seen: Seen) -> None:
+        """A request that ended with an error had a reason of its own."""
+        name, error = asked.request_id, seen.last.error
+        reasons = {
+            DeadlineExceeded: asked.deadline_s <= seen.last_s,
+            HandoffLost: name in self.lost,
+            NumericalError: name in self._engine.device.spoiled,
+        }
+        assert any(has_it and isinstance(error, kind) for kind, has_it in reasons.items()), f"{name} failed for nothing: {error!r}"
 
     def _check_pages(self, sequence: Sequence) -> None:
         held, device = sequence.holding.pages, self._engine.device
