@@ -279,6 +279,7 @@ class WorkerMachine(RuleBasedStateMachine):
         if name in self.engine.silent:
             return
         seen = self.engine.seen[name]
+        self.truth.check_usage(asked, seen)
         if seen.last.finish is FinishReason.ERROR:
             self.truth.check_error(asked, seen)
             return

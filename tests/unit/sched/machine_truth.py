@@ -61,6 +61,13 @@ class Truth:
             device.pages.expect((page,), self._page_of_key[key], device.pages.page_size)
             assert device.computed_by.get(page) not in in_flight, f"page {page} can be found before its step has committed"
 
+    def check_usage(self, asked: EngineRequest, seen: Seen) -> None:
+        """How much of a prompt was found is told at the start and the end, and that is the same."""
+        told = [output.cached_tokens for output in seen.outputs]
+        assert told[-1] <= len(asked.prompt_token_ids)
+        assert {*told} <= {0, told[-1]}, f"{asked.request_id}: found {told} tokens"
+        assert asked.generated_token_ids or told[0] == told[-1], f"{asked.request_id}: found {told} tokens"
+
     def check_error(self, asked: EngineRequest, seen: Seen) -> None:
         """A request that ended with an error had a reason of its own."""
         name, error = asked.request_id, seen.last.error

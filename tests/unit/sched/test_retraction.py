@@ -97,6 +97,25 @@ def test_a_retracted_sequence_resumes_first_with_every_token_it_had(local_prefil
     assert any(p.prefill for p in engine.plans) == local_prefill
 
 
+@pytest.mark.covers("D18")
+@pytest.mark.parametrize("num_found", [0, 8])
+@pytest.mark.parametrize("role", [Role.UNIFIED, Role.DECODE])
+def test_what_a_retracted_sequence_finds_of_itself_was_not_cached_when_it_came(role: Role, num_found: int) -> None:
+    first, second = tuple(range(1, 17)), tuple(range(3, 19))
+    engine = FakeEngine(role, num_pages=12, max_num_seqs=2)
+    if num_found:
+        engine.add(request("earlier", second[:num_found], 1))
+        engine.run()
+    engine.add(request("a", first, 16), request("b", second, 16))
+    while not engine.scheduler.stats.refound_tokens:
+        engine.tick()
+    engine.run()
+    b = engine.seen["b"]
+    assert b.tokens == expected(second, 16)
+    assert {output.cached_tokens for output in b.outputs} <= {0, num_found}
+    assert b.outputs[0].cached_tokens == b.last.cached_tokens == num_found
+
+
 def test_a_retracted_sequence_gets_no_pages_before_a_peer_has_begun_with_it_anew() -> None:
     engine = FakeEngine(Role.DECODE, num_pages=8, local_prefill=False, caching=False)
     prompts = {"a": (1, 2, 3, 4), "b": (5, 6, 7, 8)}
