@@ -29,10 +29,13 @@ def reference(unified: ServerProcess, requests: list[Asked]) -> list[Got]:
     return got
 
 
+def compilations(log: str) -> list[str]:
+    return [line for line in log.splitlines() if "Compiling" in line or "XLA compilation" in line]
+
+
 def assert_nothing_compiled_since_ready(server: ServerProcess) -> None:
-    later = server.log_since_ready()
-    lines = [line for line in later.splitlines() if "Compiling" in line or "XLA compilation" in line]
-    assert lines == []
+    assert compilations(server.log.read_text(errors="replace")), "the log of a start tells what was compiled"
+    assert compilations(server.log_since_ready()) == []
     assert server.metric("jdisagg_compiles_after_ready_total") == 0
 
 
