@@ -17,6 +17,7 @@ from fleet_process import free_port
 from chaos_kit.catalogue import MAX_MODEL_LEN
 from chaos_kit.member import Member, kill_all
 from chaos_kit.proxy import Connection, Proxy
+from jdisagg.core.config import LocalPrefill
 from jdisagg.roles.engine_thread import EngineBroken
 from jdisagg.serve.engines import EXIT_ENGINE_CRASHED
 
@@ -52,6 +53,11 @@ class FleetPlan:
     decode_flags: tuple[str, ...] = ()
     beside: Path | None = None  # the checkout of another version: every second process is of that
     scarce: bool = False  # memory: D retracts streams, of which every second one keeps their KV on the host
+
+    @property
+    def transfers(self) -> bool:
+        """Whether D gets KV from P while nothing is broken; with `below-tokens` it may be that no prompt is long enough."""
+        return self.num_prefill > 0 and self.local_prefill in (LocalPrefill.ON_FAILURE.value, LocalPrefill.NEVER.value)
 
     @property
     def model_flags(self) -> tuple[str, ...]:

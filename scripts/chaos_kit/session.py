@@ -171,7 +171,7 @@ class Session:
             verified_bytes=sum(watch.total("jdisagg_transfer_bytes_total").values()),
         )
         verdict.tally.take(traffic.outcomes, self._catalogue, self._answers)
-        verdict.asked = self.options.faults
+        verdict.asked, verdict.transfers = self.options.faults, self.fleet.plan.transfers
         verdict.faults = self._faults(striker, traffic.outcomes, self._drilled() - drilled_before)
         return verdict
 

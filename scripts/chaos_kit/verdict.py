@@ -11,6 +11,7 @@ from chaos_kit.striker import Strike
 from chaos_kit.tally import LEAST_SUCCESS, Tally
 
 LONG_RUN_REQUESTS = 1000  # in which every kind of fault has its chance
+LEAST_MOVED = 20  # of so many answers one at least has KV that came from P: where all is computed by D, nothing was drilled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,7 @@ class Verdict:
     faults: dict[str, tuple[int, int]] = field(default_factory=dict)  # kind -> (fired, hit a live transfer)
     asked: frozenset[str] = frozenset()  # kinds of them
     counted: Counted = field(default_factory=Counted)
+    transfers: bool = False  # in this fleet P computes what D decodes
     lives: dict[str, tuple[int, int]] = field(default_factory=dict)  # role -> (processes, those whose memory was judged)
     leaks: list[str] = field(default_factory=list)
     deaths: list[str] = field(default_factory=list)  # of processes nobody struck
@@ -64,6 +66,8 @@ class Verdict:
         found += self.problems
         if tally.requests >= LONG_RUN_REQUESTS:
             found += [f"never fired: {kind}" for kind in sorted(self.asked) if not self.faults.get(kind, (0, 0))[0]]
+        if self.transfers and tally.well >= LEAST_MOVED and not self.counted.verified_bytes:
+            found.append(f"no KV came from P, and {tally.well} requests ended well")
         if not tally.enough:
             found.append(f"{tally.success:.2%} ended well, wanted {LEAST_SUCCESS:.1%}: {dict(tally.failures)}")
         return found

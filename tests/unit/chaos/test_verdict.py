@@ -2,6 +2,7 @@
 
 from chaos_kit.catalogue import Entry
 from chaos_kit.choice import Choice
+from chaos_kit.fleet import FleetPlan
 from chaos_kit.outcome import Fate, Outcome, Visit
 from chaos_kit.tally import Tally
 from chaos_kit.verdict import Counted, Verdict
@@ -61,6 +62,19 @@ def test_a_fault_that_never_fell_is_too_much_in_a_run_that_is_long_enough() -> N
         verdict.faults, verdict.asked = {"sever": (2, 0), "corrupt": (0, 0)}, frozenset({"sever", "corrupt"})
         assert verdict.complaints() == wanted
     assert "corrupt" in verdict.text()
+
+
+def test_answers_of_a_fleet_in_which_no_kv_moved_say_nothing() -> None:
+    none_moved = ["no KV came from P, and 20 requests ended well"]
+    for well, transfers, verified_bytes, wanted in (
+        (19, True, 0.0, []), (20, True, 0.0, none_moved), (20, True, 8.0, []), (20, False, 0.0, []),
+    ):  # fmt: skip
+        verdict = judged(*(outcome(number) for number in range(well)))
+        verdict.transfers, verdict.counted = transfers, Counted(verified_bytes=verified_bytes)
+        assert verdict.complaints() == wanted
+    plans = {how: FleetPlan(model="", local_prefill=how).transfers for how in ("on-failure", "never", "below-tokens=9")}
+    assert plans == {"on-failure": True, "never": True, "below-tokens=9": False}
+    assert not FleetPlan(model="", num_prefill=0).transfers
 
 
 def test_aborts_that_nobody_hears_are_too_much() -> None:
