@@ -6,9 +6,9 @@
     chaos.py --beside ../v1                          half the fleet from that checkout, other halves after each restart
     chaos.py --worker-flags="--kv-cache-dtype int8" --decode-flags="--num-scheduler-steps 4" --transformers 0
 
-Exit status 0: no token was wrong, lost or duplicated, nothing hung, leaked, died by itself or left a traceback in a log, KV came
-from P, and of the requests that clients did not give up 99.5 % ended well (in a short run: all but one). Logs of all processes
-are in --directory.
+Exit status 0: no token was wrong, lost or duplicated, nothing hung, leaked, died by itself or left a traceback in a log, KV did
+come from P, and of the requests that clients did not give up 99.5 % ended well (in a short run: all but one). Logs of all
+processes are in --directory.
 """
 
 from __future__ import annotations

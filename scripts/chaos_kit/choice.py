@@ -31,14 +31,14 @@ class Choice:
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
-    logprobs: list[Any] = field(default_factory=list)  # of the tokens, and where that is asked for of alternatives to each
+    logprobs: list[Any] = field(default_factory=list)  # of each token: its own, and those of alternatives by name
     finish: str | None = None
 
     @classmethod
     def of(cls, part: generation_pb2.Delta | generation_pb2.Choice) -> Choice:
         """What a message of gRPC brings."""
         finish = _FINISH.get(part.finish, str(part.finish)) if part.finish else None
-        scores = [score.logprob for score in part.logprobs] if isinstance(part, generation_pb2.Delta) else []
+        scores = [_scored(score) for score in part.logprobs] if isinstance(part, generation_pb2.Delta) else []
         return cls(list(part.token_ids), part.text, scores, finish)
 
     def add(self, new: Choice) -> None:
@@ -55,6 +55,12 @@ class Choice:
         begins = right.text.startswith(self.text) and right.logprobs[: len(self.logprobs)] == self.logprobs
         ends = self.finish in (None, right.finish) if not whole else self == right
         return None if begins and ends else Flaw.MISTOLD
+
+
+def _scored(score: common_pb2.TokenLogprob) -> tuple[float, dict[str, float]]:
+    """As HTTP has it with `return_tokens_as_token_ids`: the chosen token is always among the alternatives."""
+    top = {f"token_id:{each.token_id}": each.logprob for each in score.top}
+    return score.logprob, {f"token_id:{score.token_id}": score.logprob} | top
 
 
 def flaw_of(got: Sequence[int], wanted: Sequence[int], *, whole: bool) -> Flaw | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Callable
 from time import monotonic
@@ -128,6 +129,7 @@ class Clients:
         visit = outcome.visit
         body = {**entry.over_http, "prompt": entry.prompt, "n": entry.n, "stop": entry.stop, "priority": visit.priority}
         body |= {"stream": visit.stream, "return_token_ids": True, "cache_salt": visit.cache_salt}
+        body |= {"return_tokens_as_token_ids": True}  # texts may be shared by several
         body |= {"stream_options": {"include_usage": True}} if visit.stream else {}
         leaves = visit.fate is not Fate.STAYS
         url = f"http://{router.http}/v1/completions"
@@ -172,7 +174,8 @@ def _take(message: dict[str, Any], outcome: Outcome) -> None:
     if usage := message.get("usage"):
         outcome.usage = usage["prompt_tokens"], usage["completion_tokens"]
     for part in message.get("choices", ()):
-        scores = (part.get("logprobs") or {}).get("token_logprobs", [])
+        scored = part.get("logprobs") or {}
+        scores = list(itertools.zip_longest(scored.get("token_logprobs") or (), scored.get("top_logprobs") or ()))
         outcome.take(part["index"], Choice(part["token_ids"] or [], part["text"], scores, part["finish_reason"]))
 
 

@@ -1,12 +1,20 @@
 """The fault harness tells a wrong token from a lost and a repeated one."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from chaos_kit.catalogue import Entry
 from chaos_kit.choice import Choice, Flaw, flaw_of
+from chaos_kit.client import _take
 from chaos_kit.outcome import Fate, Outcome, Visit, flaws_in
+
+from jdisagg.api.codec import encode_logprob
+from jdisagg.api.generation.choice import ScoredToken
+from jdisagg.api.http.shapes import completion_logprobs
+from jdisagg.core.requests import TokenLogprob
+from jdisagg.text.tokenizer import Tokenizer
+from jdisagg.v1 import common_pb2, generation_pb2
 
 RIGHT = [5, 7, 9, 11, 13, 15]
 ENTRY = Entry(prompt=(1,), sampling={"temperature": 0.0, "max_tokens": 6})
@@ -110,3 +118,25 @@ def test_an_abort_may_bring_text_that_was_withheld(text: str, flaws: list[Flaw])
     assert flaws_in(aborted, entry, right, exact=True) == flaws
     aborted.went_away, aborted.usage = False, (1, 3)
     assert flaws_in(aborted, entry, right, exact=True) == [Flaw.LOST], "nobody aborted it"
+
+
+TOP = ((5, -0.5), (7, -1.5))  # alternatives to the one token
+
+
+def over_http(**changed: Any) -> Outcome:
+    """An answer of one token, which is none of the two best."""
+    scored = completion_logprobs(cast(Tokenizer, None), [ScoredToken(token_id=9, logprob=-2.5, top=TOP)], len(TOP), as_ids=True)
+    part = {"index": 0, "token_ids": [9], "text": "a", "finish_reason": "length", "logprobs": scored | changed}
+    one = replace(outcome([]), choices={})
+    _take({"usage": {"prompt_tokens": 1, "completion_tokens": 1}, "choices": [part]}, one)
+    return one
+
+
+@pytest.mark.parametrize("top", [None, {}, {"token_id:5": -0.5}, {"token_id:5": -0.5, "token_id:7": -1.25, "token_id:9": -2.5}])
+def test_alternatives_are_what_they_would_be_over_grpc(top: dict[str, float] | None) -> None:
+    score = encode_logprob(TokenLogprob(9, -2.5, TOP))
+    delta = generation_pb2.Delta(token_ids=[9], text="a", logprobs=[score], finish=common_pb2.FINISH_REASON_LENGTH)
+    right = {0: Choice.of(delta)}
+    assert flaws_in(over_http(), ENTRY, right, exact=True) == []
+    assert flaws_in(over_http(top_logprobs=[top]), ENTRY, right, exact=True) == [Flaw.MISTOLD]
+    assert flaws_in(over_http(top_logprobs=None), ENTRY, right, exact=True) == [Flaw.MISTOLD]

@@ -144,7 +144,9 @@ class PairRules(RuleBasedStateMachine):
             assert ends[0].error is None, ends[0].error
             assert got == wanted
         if not self.had_trouble:
-            rungs = [each.recoveries for name in self.wanted for output in self.world.outputs[name] if (each := output.provenance)]
+            rungs = [
+                each.recoveries for name in self.wanted for output in self.world.outputs[name] if (each := output.provenance)
+            ]
             assert not any(rungs), f"recovered from nothing: {rungs}"
 
 

@@ -76,7 +76,9 @@ class Truth:
             HandoffLost: name in self.lost,
             NumericalError: name in self._engine.device.spoiled,
         }
-        assert any(has_it and isinstance(error, kind) for kind, has_it in reasons.items()), f"{name} failed for nothing: {error!r}"
+        assert any(has_it and isinstance(error, kind) for kind, has_it in reasons.items()), (
+            f"{name} failed for nothing: {error!r}"
+        )
 
     def _check_pages(self, sequence: Sequence) -> None:
         held, device = sequence.holding.pages, self._engine.device
