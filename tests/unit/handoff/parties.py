@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from jdisagg.core.errors import RequestError
 from jdisagg.core.requests import EngineRequest
 from jdisagg.handoff.messages import DecodeToPrefill, HandoffId, PrefillToDecode
 
@@ -34,5 +35,6 @@ class Client:
     reserved: bool = False
     tokens: int = 0
     ends: list[str] = field(default_factory=list)
+    error: RequestError | None = None  # when it has failed
     imported: dict[HandoffId, set[int]] = field(default_factory=dict)
     serial: int = 0

@@ -7,12 +7,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from jdisagg.core.config import LocalPrefill, TransferConfig
+from jdisagg.core.errors import DeadlineExceeded
 from jdisagg.handoff.live_inbound import due_s
 from tests.unit.handoff.parties import Stream
 from tests.unit.handoff.rig import BPT, request, stages
 from tests.unit.handoff.world import PEERS, World
 
 DEADLINE_S = 60.0
+PLENTY_S = 40.0  # every rung can be taken in
 PEER_LISTS = [(), ("p0",), ("p0", "p1"), ("p1", "p0")]
 
 
@@ -43,6 +45,7 @@ class HandoffMachine(RuleBasedStateMachine):
     @initialize(local=st.booleans(), buffer_bytes=st.sampled_from([30, 40, 80, 1000]))
     def begin(self, local: bool, buffer_bytes: int) -> None:
         self.world = World(config(local=local, buffer_bytes=buffer_bytes))
+        self.had_silent_loss = False  # of which nobody was told: what waits for it may do so until its deadline
 
     @rule(
         tokens=st.integers(1, 13), held=st.integers(0, 13), max_tokens=st.sampled_from([1, 2, 9]),
@@ -75,6 +78,7 @@ class HandoffMachine(RuleBasedStateMachine):
         if stream := self._stream(data, up=False):
             if lose == 0 and len(stream.down) > 1:
                 stream.down.popleft()
+                self.had_silent_loss = True
             self.world.deliver_down(stream)
 
     @rule(data=st.data(), lose=st.integers(0, 7))
@@ -82,6 +86,7 @@ class HandoffMachine(RuleBasedStateMachine):
         if stream := self._stream(data, up=True):
             if lose == 0 and len(stream.up) > 1:
                 stream.up.popleft()
+                self.had_silent_loss = True
             self.world.deliver_up(stream)
 
     @rule(data=st.data())
@@ -119,6 +124,7 @@ class HandoffMachine(RuleBasedStateMachine):
     @rule(peer=st.sampled_from(PEERS), outcome=st.sampled_from(["ok", "ok", "ok", "fail", "lost"]))
     def publish(self, peer: str, outcome: str) -> None:
         if self.world.prefillers[peer].exporting:
+            self.had_silent_loss |= outcome == "lost"
             self.world.publish(peer, outcome)
 
     @rule(data=st.data(), outcome=st.sampled_from(["ok", "ok", "ok", "again", "lost", "checksum", "connection", "unknown_key"]))
@@ -134,6 +140,7 @@ class HandoffMachine(RuleBasedStateMachine):
     @rule(outcome=st.sampled_from(["ok", "ok", "ok", "fail", "lost"]))
     def publish_lent(self, outcome: str) -> None:
         if self.world.loans.lending:
+            self.had_silent_loss |= outcome == "lost"
             self.world.publish_lent(outcome)
 
     @rule(data=st.data(), outcome=st.sampled_from(["ok", "ok", "ok", "again", "lost", "checksum", "connection"]))
@@ -169,6 +176,10 @@ class HandoffMachine(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         world = self.world
+        for worker in world.prefillers.values():
+            worker.full = False
+        soon_s = world.now_s + PLENTY_S
+        patient = [client for client in world.clients.values() if not client.ends and client.request.deadline_s >= soon_s]
         for name, client in world.clients.items():
             if not client.ends and not client.reserved:
                 world.reserve(name)
@@ -177,6 +188,8 @@ class HandoffMachine(RuleBasedStateMachine):
             world.tick(4.0)
         assert world.now_s >= DEADLINE_S
         assert [name for name, client in world.clients.items() if len(client.ends) != 1] == []
+        late = [client.error for client in patient if isinstance(client.error, DeadlineExceeded)]
+        assert self.had_silent_loss or not late, late
         world.settle()
         assert world.decode.is_idle
         assert world.loans.lender.is_idle

@@ -128,6 +128,7 @@ class World:
                 client.ends.append("local")
             case act.Fail(request_id=request_id):
                 self.clients[request_id].ends.append("failed")
+                self.clients[request_id].error = action.error
             case act.Recovered():
                 assert action.rung in ("refetch", "other_backend", "reconnect", "other_prefill", "local_prefill")
 
