@@ -71,6 +71,7 @@ class Client:
         seconds: float = inf,
         temperature: float = 0.0,
         seed: int = 0,
+        cache_salt: str = "",
         on_first_token: Callable[[], None] = lambda: None,
     ) -> TimedStream:
         """Greedy unless there is a temperature, to the end or until `seconds` after its first token.
@@ -82,6 +83,7 @@ class Client:
             request_id=stream.request_id,
             token_ids=generation_pb2.TokenIds(ids=prompt),
             sampling=common_pb2.SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens, ignore_eos=True),
+            cache_salt=cache_salt,
         )
         call = self._stub.Generate(request, timeout=self._timeout_s)
         try:

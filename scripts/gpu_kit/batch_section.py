@@ -33,6 +33,8 @@ THEIR_SHARE = 0.5  # of the section's time
 AHEAD_SHARE = 0.6  # of what is left then
 PATIENCE_S = 30.0
 OK = 200
+BEGINNING = 8  # characters of an answer: behind its first token, which prompts give alone
+LEAST_GO_ON = 1 / 8  # of the answers: where decoding is wrong none does
 
 
 def run(setting: Setting, findings: Findings) -> None:
@@ -101,8 +103,11 @@ def _agree(directory: Path, ours: list[str], theirs: list[list[int]], findings: 
     texts = [_text(tokenizer, ids) for ids in theirs]
     pairs = list(zip(ours, texts, strict=False))
     alike = sum(a[:1] == b[:1] for a, b in pairs)
+    go_on = sum(a[:BEGINNING] == b[:BEGINNING] for a, b in pairs)
     findings.fact(answers_equal=sum(a == b for a, b in pairs))
     findings.check("both serve the same weights", alike > len(pairs) / 2, f"{alike} of {len(pairs)} answers begin alike")
+    ours_go_on = f"{go_on} of {len(pairs)} answers are the same for {BEGINNING} characters"
+    findings.check("both decode alike", go_on >= LEAST_GO_ON * len(pairs), ours_go_on)
 
 
 def _text(tokenizer: Tokenizer, ids: list[int]) -> str:

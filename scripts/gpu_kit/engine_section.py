@@ -47,7 +47,8 @@ def _unified(setting: Setting, server: Server, findings: Findings) -> None:
         bits=server.ready.bits,
     ).keep(setting)
     findings.check("the streams are varied", varied(found))
-    again = ask(server.client, questions(scale)[: scale.at_once], 1)
+    again = ask(server.client, questions(scale)[: scale.at_once], 1, cache_salt="again")
+    findings.check("alone, prompts are computed again", not any(stream.cached_tokens for stream in again))
     compare("alone, streams say what they said among others", again, [s.token_ids for s in found[: scale.at_once]], findings)
     name = "jdisagg_host_overhead_seconds"
     ticks = after[f"{name}_count"] - before[f"{name}_count"]

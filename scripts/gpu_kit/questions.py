@@ -56,13 +56,19 @@ def _draw(count: int, lengths: tuple[int, int], max_tokens: int, seed: int) -> l
 
 
 def ask(
-    client: Client, asked: Sequence[Question], at_once: int, on_first_token: Callable[[], None] = lambda: None
+    client: Client,
+    asked: Sequence[Question],
+    at_once: int,
+    on_first_token: Callable[[], None] = lambda: None,
+    *,
+    cache_salt: str = "",
 ) -> list[TimedStream]:
-    """All streams, so many at once. Raises RuntimeError when one fails."""
+    """All streams, so many at once, which find in prefix caches what came with the same salt. Raises RuntimeError when one
+    fails."""
 
     def one(question: Question) -> TimedStream:
-        sampling = {"temperature": question.temperature, "seed": question.seed}
-        return client.run(question.prompt, question.max_tokens, on_first_token=on_first_token, **sampling)
+        how = {"temperature": question.temperature, "seed": question.seed, "cache_salt": cache_salt}
+        return client.run(question.prompt, question.max_tokens, on_first_token=on_first_token, **how)
 
     with ThreadPoolExecutor(at_once) as threads:
         return list(threads.map(one, asked))

@@ -48,6 +48,7 @@ async def interrupt(address: str, requests: list[Asked], after_s: float, blow: C
 def assert_exact(got: list[Got], wanted: list[Got]) -> None:
     for one, other in zip(got, wanted, strict=True):
         assert one.error is None, one.error
+        assert one.complete is not None, "a stream that is whole says so"
         assert one.tokens == other.tokens
         assert one.finish == other.finish
 
@@ -56,6 +57,7 @@ def assert_same(requests: list[Asked], wanted: list[Got], got: list[Got]) -> Non
     """As `assert_exact`, and texts and log-probabilities too: float32, equal to the last bit."""
     for asked, one, other in zip(requests, wanted, got, strict=True):
         assert other.error is None, (asked.request_id, other.error)
+        assert other.complete is not None, asked.request_id
         assert other.essence() == one.essence(), asked.request_id
         assert other.logprobs == one.logprobs, asked.request_id
 
