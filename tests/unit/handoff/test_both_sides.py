@@ -42,10 +42,13 @@ def assert_all_are_looked_at_in_time(world: World) -> None:
 class HandoffMachine(RuleBasedStateMachine):
     """Rules are what the outside may do; `settle` in teardown is what it must do in the end."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.had_silent_loss = False  # of which nobody was told: what waits for it may do so until its deadline
+
     @initialize(local=st.booleans(), buffer_bytes=st.sampled_from([30, 40, 80, 1000]))
     def begin(self, local: bool, buffer_bytes: int) -> None:
         self.world = World(config(local=local, buffer_bytes=buffer_bytes))
-        self.had_silent_loss = False  # of which nobody was told: what waits for it may do so until its deadline
 
     @rule(
         tokens=st.integers(1, 13), held=st.integers(0, 13), max_tokens=st.sampled_from([1, 2, 9]),

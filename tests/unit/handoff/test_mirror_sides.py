@@ -31,6 +31,10 @@ def test_messages_of_the_mirror_change_nothing_in_the_hand_off_itself() -> None:
 class MirrorMachine(RuleBasedStateMachine):
     """Streams that borrow: loss, repetition, death and delay of what concerns the mirror; the rest happens by itself."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.had_silent_loss = False  # as that of HandoffMachine
+
     @initialize(buffer_bytes=st.sampled_from([30, 40, 80, 1000]), count=st.integers(1, 3), hedged=st.booleans())
     def begin(self, buffer_bytes: int, count: int, hedged: bool) -> None:
         """`hedged`: each of the first requests borrows over two streams."""
@@ -74,11 +78,13 @@ class MirrorMachine(RuleBasedStateMachine):
             messages = stream.up if up else stream.down
             if messages and isinstance(messages[0], ChunkReady | Declined | Want | Grant | Ack) and data.draw(st.booleans()):
                 messages.popleft()
+                self.had_silent_loss = True
                 return
 
     @rule(outcome=st.sampled_from(["ok", "ok", "ok", "fail", "lost"]))
     def publish(self, outcome: str) -> None:
         if self.world.loans.lending:
+            self.had_silent_loss |= outcome == "lost"
             self.world.publish_lent(outcome)
 
     @rule(data=st.data(), outcome=st.sampled_from(["ok", "ok", "ok", "again", "lost", "checksum", "connection"]))
