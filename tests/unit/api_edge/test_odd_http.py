@@ -250,6 +250,116 @@ def test_the_rest_of_a_long_body_and_many_requests_are_no_long_headers(tokenizer
     run(check())
 
 
+@pytest.mark.parametrize("line_ends", [b"\n\n", b"\n\r\n", b"\r\n\n", b"\r\r"])
+def test_a_request_without_its_two_cr_is_none(tokenizer: Tokenizer, line_ends: bytes) -> None:
+    """By those it is seen where there may be many."""
+
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served:
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            writer.write(b"GET /health HTTP/1.1" + line_ends + b"GET /health HTTP/1.1\r\n\r\n")
+            async with asyncio.timeout(60.0):
+                assert parted(await reader.read())[0] == b"HTTP/1.1 400 Bad Request"
+            writer.close()
+
+    run(check())
+
+
+class Noted:
+    """How many requests stood behind the one that is answered, at most; and the pieces that were parsed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.most_behind = 0
+        self.pieces: list[int] = []
+        begin, parse = protocol.Protocol.on_headers_complete, protocol.Protocol._parse_piece
+
+        def note(one: protocol.Protocol) -> None:
+            begin(one)
+            self.most_behind = max(self.most_behind, len(one.pipeline))
+
+        def note_piece(one: protocol.Protocol, data: bytes) -> None:
+            self.pieces.append(len(data))
+            parse(one, data)
+
+        monkeypatch.setattr(protocol.Protocol, "on_headers_complete", note)
+        monkeypatch.setattr(protocol.Protocol, "_parse_piece", note_piece)
+
+
+def test_of_thousands_of_requests_at_once_few_are_parsed_before_the_first_is_answered(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = Noted(monkeypatch)
+    longest_behind = protocol.MOST_BEHIND + protocol.PIECE_BYTES // len(b"GET / HTTP/1.1\r\n\r\n") + 1
+
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served:
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            writer.write(b"".join(b"GET /%04d HTTP/1.1\r\nx-request-id: r%04d\r\n\r\n" % (i, i) for i in range(5000)))
+            writer.write(b"POST /v1/completions HTTP/1.1\r\n" + WHOLE)
+            async with asyncio.timeout(60.0):
+                for number in range(5000):
+                    answer = await reader.readuntil(b"}}")
+                    assert b" 404 " in answer
+                    assert b"x-request-id: r%04d\r\n" % number in answer
+                assert b'"text":"fox"' in await reader.readuntil(b"}}}")
+            writer.close()
+
+    run(check())
+    assert protocol.MOST_BEHIND <= noted.most_behind <= longest_behind
+
+
+def test_behind_a_full_pipeline_no_more_is_read_than_one_piece_whoever_waits_for_the_client(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = 0
+    take = protocol.Protocol.data_received
+
+    def note(one: protocol.Protocol, data: bytes) -> None:
+        nonlocal read
+        read += len(data)
+        take(one, data)
+
+    monkeypatch.setattr(protocol.Protocol, "data_received", note)
+    engine = FakeEngine(tokenizer, "the quick brown fox " * 4)
+    engine.delay_s = 0.05
+
+    async def check() -> None:
+        async with serving(engine, tokenizer) as served:
+            _, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            one = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + WHOLE
+            writer.write(one * (2**24 // len(one)))
+            async with asyncio.timeout(60.0):
+                while len(engine.requests) < 3:
+                    await asyncio.sleep(0.01)
+            writer.transport.abort()
+
+    run(check())
+    assert read <= 2**20
+
+
+@pytest.mark.parametrize("content", ["length", "chunked"])
+def test_a_large_body_is_not_cut_for_that_it_has_lines(
+    tokenizer: Tokenizer, content: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = Noted(monkeypatch)
+    body = json.dumps({"prompt": "the", "user": ["a"] * 2**16}, indent=2).encode()
+    length = b"content-length: %d\r\n\r\n" % len(body) if content == "length" else b"transfer-encoding: chunked\r\n\r\n"
+    sent = body if content == "length" else b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served:
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            writer.write(b"POST /nowhere HTTP/1.1\r\nhost: x\r\n" + length + sent + b"GET /health HTTP/1.1\r\n\r\n")
+            async with asyncio.timeout(60.0):
+                assert b"404" in await reader.readuntil(b"}}")
+                assert b"200 OK" in await reader.readuntil(b"}")
+            writer.close()
+
+    run(check())
+    assert sum(noted.pieces) > len(body)
+    assert len(noted.pieces) < len(body) / 2**13
+
+
 def test_many_requests_at_once_on_one_connection_are_answered_in_order(tokenizer: Tokenizer) -> None:
     async def check() -> None:
         async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served:
