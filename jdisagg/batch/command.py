@@ -140,14 +140,17 @@ def _is_base(url: str) -> bool:
 
 @contextmanager
 def _usable(flag: str, path: Path) -> Iterator[None]:
-    """Raise ConfigError for a path that cannot even be looked at, as one with too long a name."""
+    """Raise ConfigError for a path that cannot even be looked at, as one with too long a name, or a loop of links."""
     try:
         yield
-    except OSError as error:
-        raise ConfigError(f"{flag}: {str(path)!r} cannot be used: {error.strerror}; choose another") from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: `resolve` met a loop
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{flag}: {str(path)!r} cannot be used: {why}; choose another") from error
 
 
 def _check_output(output: Path, source: Path) -> None:
+    if not output.name:  # "", "." and "/"
+        raise ConfigError(f"--output: {str(output)!r} is a directory; choose another --output")
     if not output.parent.is_dir():
         raise ConfigError(f"--output: no directory {str(output.parent)!r}; make it first")
     for path in (output, journal_path(output), temporary_path(output)):

@@ -120,6 +120,30 @@ def test_a_pipe_is_refused_by_name(source: Path, name: str, capsys: pytest.Captu
     assert f"{name}: a batch that can be resumed needs a file, not a pipe; name one" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("output", "flaw"),
+    [
+        ("", "'.' is a directory"),  # of a variable that is not set
+        (".", "'.' is a directory"),
+        ("..", "'..' is a directory"),
+        ("/", "'/' is a directory"),
+        ("one", "'one' cannot be used: "),
+        ("one/out.jsonl", "no directory 'one'"),
+    ],
+)
+def test_an_output_that_is_no_file_and_never_will_be_is_refused(
+    source: Path, output: str, flaw: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(source.parent)
+    for link, other in (("one", "two"), ("two", "one")):
+        Path(link).symlink_to(other)
+    command = ["--input", str(source), "--output", output, "--server", "http://127.0.0.1:9", "--patience-s", "600"]
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"jdisagg.batch: --output: {flaw}")
+    assert said.count("\n") == 1
+
+
 @pytest.mark.parametrize(("error", "status"), [(NotFetched, 1), (ConfigError, 2)])
 def test_an_engine_that_cannot_be_started_now_may_be_by_the_same_command(
     source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: type[ConfigError], status: int
