@@ -32,7 +32,7 @@ def read_tokenizer_config(directory: Path) -> dict[str, Any]:
     ConfigError for a file that cannot be read."""
     config = _object_if_there(directory / CONFIG_FILE)
     if _DECODER in config:
-        return config
+        return {**config, ADDED: {}}
     return {**config, **_object_if_there(directory / MAP_FILE), ADDED: _object_if_there(directory / ADDED_FILE)}
 
 
@@ -40,7 +40,7 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Name to text (`bos_token`, `image_token`) of special tokens by the result of `read_tokenizer_config`. Raises ConfigError
     for one that has no text."""
     named = {name: text for name in _NAMED if (text := _text(config.get(name))) is not None}
-    named |= {key: text for key, text in config.items() if key.endswith("_token") and isinstance(text, str)}
+    named |= {key: _checked(text) for key, text in config.items() if key.endswith("_token") and isinstance(text, str)}
     own = config.get(_UNNAMED[0])
     if isinstance(own, dict):
         named |= {name: text for name, entry in own.items() if (text := _text(entry)) is not None}
@@ -93,16 +93,26 @@ def _text(entry: Any) -> str | None:
     text = entry.get("content") if isinstance(entry, dict) else entry
     if text is not None and not isinstance(text, str):
         raise ConfigError(f"{CONFIG_FILE}: a special token is {entry!r}, wanted its text")
+    return text if text is None else _checked(text)
+
+
+def _checked(text: str) -> str:
+    """Raises ConfigError for half a surrogate pair, which JSON may hold and no text does."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{CONFIG_FILE}: a special token is {text!r}, wanted its text") from error
     return text
 
 
 def _unnamed(config: Mapping[str, Any]) -> Iterator[str]:
     """Special tokens without a name. Of the two keys the older one counts where the newer is empty."""
-    entries = config.get(_UNNAMED[0]) or config.get(_UNNAMED[1]) or ()
+    key = next((key for key in _UNNAMED if config.get(key)), None)
+    entries = [] if key is None else config[key]
     if isinstance(entries, dict):  # those have names
         return
-    if isinstance(entries, str):
-        raise ConfigError(f"{CONFIG_FILE}: {_UNNAMED[1]} is {entries!r}, wanted a list of tokens")
+    if not isinstance(entries, list):
+        raise ConfigError(f"{CONFIG_FILE}: {key} is {entries!r}, wanted a list of tokens")
     yield from (text for entry in entries if (text := _text(entry)) is not None)
 
 
@@ -121,4 +131,7 @@ def _added(config: Mapping[str, Any]) -> list[tuple[int, tokenizers.AddedToken]]
     given: Mapping[str, Any] = config.get(ADDED) or {}
     if not all(isinstance(index, int) for index in given.values()):
         raise ConfigError(f"{ADDED_FILE}: holds {dict(given)!r:.80}, wanted a table of tokens and ids")
-    return [(index, tokenizers.AddedToken(text)) for text, index in sorted(given.items(), key=lambda item: item[1])]
+    try:
+        return [(index, tokenizers.AddedToken(text)) for text, index in sorted(given.items(), key=lambda item: item[1])]
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{ADDED_FILE}: {error.object!r} is no text: {error.reason}") from error

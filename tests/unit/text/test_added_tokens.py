@@ -117,7 +117,15 @@ def test_an_end_that_they_name_ends_a_sequence(byte_level_directory: Path, tmp_p
         (CONFIG, {"added_tokens_decoder": {"3": {"content": 5}}}),
         (ADDED, {"<new>": "3"}),
         (CONFIG, {"additional_special_tokens": "<a>"}),
+        (CONFIG, {"additional_special_tokens": 5}),
+        (CONFIG, {"extra_special_tokens": True}),
         (CONFIG, {"extra_special_tokens": [5]}),
+        (CONFIG, {"extra_special_tokens": ["<a>", "\ud800"]}),
+        (CONFIG, {"extra_special_tokens": {"image_token": "\udfff"}}),
+        (CONFIG, {"eos_token": "a\ud800"}),
+        (CONFIG, {"image_token": "\ud800"}),
+        (CONFIG, {"added_tokens_decoder": {"3": {"content": "\ud800"}}}),
+        (ADDED, {"\ud800": 3}),
     ],
     ids=str,
 )
@@ -127,3 +135,9 @@ def test_what_is_no_token_is_refused(byte_level_directory: Path, tmp_path: Path,
     (tmp_path / file).write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=f"^{file}: "):
         Tokenizer.from_directory(tmp_path)
+
+
+def test_a_key_of_the_config_is_not_taken_for_the_file_beside_it(byte_level_directory: Path, tmp_path: Path) -> None:
+    shutil.copy(byte_level_directory / "tokenizer.json", tmp_path)
+    (tmp_path / CONFIG).write_text(json.dumps({**decoder(0, special=True), "added_tokens": 5}))
+    assert Tokenizer.from_directory(tmp_path).encode(NEW[0], add_special_tokens=False)
