@@ -172,7 +172,7 @@ def load_examples(path: Path, kind: str) -> list[Example]:
                 example = _read_example(number, raw, kind)
                 if (earlier := first.setdefault(example["id"], number)) != number:
                     raise ValueError(f"its id {example['id']!r} is that of line {earlier}; give each its own")
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}:{number}: {error}") from error
             examples.append(example)
     if not examples:

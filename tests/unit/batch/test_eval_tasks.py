@@ -118,6 +118,13 @@ def test_a_task_line_that_lacks_a_field_is_named(tmp_path: Path) -> None:
         load_examples(path, "perplexity")
 
 
+def test_a_task_line_that_is_nested_too_deep_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "task.jsonl"
+    path.write_text('{"text": "a"}\n{"text": ' + "[" * 100_000 + "]" * 100_000 + "}\n", "utf-8")
+    with pytest.raises(ValueError, match=r"task\.jsonl:2: .*recursion"):
+        load_examples(path, "perplexity")
+
+
 def test_ids_are_text_whatever_the_task_file_has(tmp_path: Path) -> None:
     path = tmp_path / "task.jsonl"
     path.write_text('{"prompt": "a"}\n{"id": 7, "prompt": "b"}\n', "utf-8")
