@@ -221,13 +221,17 @@ def num_structures(raw: bytes, at_most: int = MAX_STRUCTURE) -> int:
 
 def wrong_type(name: str, wanted: str, got: Any) -> InvalidRequest:
     """The error of a field that has another type."""
+    return InvalidRequest(f"{name}: must be {wanted}; got {beginning(got)}", field=name)
+
+
+def beginning(value: Any) -> str:
+    """Of the JSON of a wrong value, for an error."""
     shown = ""
-    for part in json.JSONEncoder(ensure_ascii=False).iterencode(got[: _MAX_SHOWN + 1] if isinstance(got, str) else got):
+    for part in json.JSONEncoder(ensure_ascii=False).iterencode(value[: _MAX_SHOWN + 1] if isinstance(value, str) else value):
         shown += part  # one by one: a list of millions is not written for its beginning
         if len(shown) > _MAX_SHOWN:
-            shown = f"{shown[:_MAX_SHOWN]}..."
-            break
-    return InvalidRequest(f"{name}: must be {wanted}; got {shown}", field=name)
+            return f"{shown[:_MAX_SHOWN]}..."
+    return shown
 
 
 def _shown_byte(error: UnicodeDecodeError) -> str:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from jdisagg.api.http.body import Body, wrong_type
+from jdisagg.api.http.body import Body, beginning, wrong_type
 from jdisagg.api.http.continued import CONTINUES, up_to_mark, with_mark
 from jdisagg.api.http.earlier_calls import check_structure, with_arguments, with_objects
 from jdisagg.api.http.tools import read_forced, read_functions
@@ -201,12 +201,13 @@ def _read_text(where: str, role: str, part: Any) -> str:
     if isinstance(part, str):  # as vLLM takes them
         return part
     if not isinstance(part, dict):
-        told = f"{where}.content: its parts must be objects or strings; got {part!r:.40}"
+        told = f"{where}.content: its parts must be objects or strings; got {beginning(part)}"
         raise InvalidRequest(told, field=f"{where}.content")
     kind = part.get("type")
     name = kind if kind in _ASSISTANT_PARTS and role == "assistant" else "text"
     if kind not in (_TEXT_PARTS if name == "text" else (name,)) or not isinstance(part.get(name), str):
-        raise InvalidRequest(f"{where}.content: only parts of type 'text' are served; got {kind!r}", field=f"{where}.content")
+        told = f"{where}.content: only parts of type 'text' are served; got {beginning(kind)}"
+        raise InvalidRequest(told, field=f"{where}.content")
     return part[name]
 
 

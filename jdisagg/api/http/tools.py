@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from jdisagg.api.http.body import Body, wrong_type
+from jdisagg.api.http.body import Body, beginning, wrong_type
 from jdisagg.core.errors import InvalidRequest
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -72,7 +72,7 @@ def _function(where: str, tool: dict[str, Any]) -> Function:
     if isinstance(function, dict) and isinstance(name, str) and name:
         return Function(name, function.get("parameters"))
     wanted = 'must be named, as in {"type": "function", "function": {"name": "f", "parameters": {..}}}'
-    raise InvalidRequest(f"{where}.function.name: {wanted}; got {name!r:.40}", field=f"{where}.function.name")
+    raise InvalidRequest(f"{where}.function.name: {wanted}; got {beginning(name)}", field=f"{where}.function.name")
 
 
 def _chosen(choice: Any) -> str:

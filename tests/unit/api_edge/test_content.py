@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,22 +95,44 @@ def test_what_an_assistant_thought_is_shown_whichever_name_the_template_reads(
 @pytest.mark.parametrize(
     ("message", "told"),
     [
-        ({"role": "user", "content": REFUSED}, "only parts of type 'text' are served; got 'refusal'"),
-        ({"role": "assistant", "content": [{"type": "refusal", "text": "no"}]}, "got 'refusal'"),
-        ({"role": "assistant", "content": [{"type": "refusal", "refusal": None}]}, "got 'refusal'"),
-        ({"role": "user", "content": [{"type": "thinking", "thinking": "Hm."}]}, "got 'thinking'"),
-        ({"role": "assistant", "content": [{"type": "thinking", "text": "Hm."}]}, "got 'thinking'"),
-        ({"role": "assistant", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "got 'image_url'"),
-        ({"role": "user", "content": [{"type": "input_image", "text": "x"}]}, "got 'input_image'"),
-        ({"role": "user", "content": [{"type": "input_text", "input_text": "x"}]}, "got 'input_text'"),
-        ({"role": "user", "content": [["hi"]]}, r"must be objects or strings; got \['hi'\]"),
-        ({"role": "assistant", "content": [{"type": ["refusal"], "refusal": "no"}]}, r"got \['refusal'\]"),
+        ({"role": "user", "content": REFUSED}, "only parts of type 'text' are served; got \"refusal\""),
+        ({"role": "assistant", "content": [{"type": "refusal", "text": "no"}]}, 'got "refusal"'),
+        ({"role": "assistant", "content": [{"type": "refusal", "refusal": None}]}, 'got "refusal"'),
+        ({"role": "user", "content": [{"type": "thinking", "thinking": "Hm."}]}, 'got "thinking"'),
+        ({"role": "assistant", "content": [{"type": "thinking", "text": "Hm."}]}, 'got "thinking"'),
+        ({"role": "assistant", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, 'got "image_url"'),
+        ({"role": "user", "content": [{"type": "input_image", "text": "x"}]}, 'got "input_image"'),
+        ({"role": "user", "content": [{"type": "input_text", "input_text": "x"}]}, 'got "input_text"'),
+        ({"role": "user", "content": [["hi"]]}, r'must be objects or strings; got \["hi"\]'),
+        ({"role": "assistant", "content": [{"type": ["refusal"], "refusal": "no"}]}, r'got \["refusal"\]'),
     ],
 )
 def test_parts_without_text_are_refused(message: dict[str, Any], told: str) -> None:
     with pytest.raises(InvalidRequest, match=rf"messages\[0\]\.content: .*{told}") as caught:
         prompt_of(OF_STRINGS, message)
     assert caught.value.field == "messages[0].content"
+
+
+@pytest.mark.parametrize("field", ["a part", "its type", "a name"])
+def test_of_a_wrong_list_of_many_no_more_is_written_than_shown(field: str) -> None:
+    class Many(list[int]):
+        num_read = 0
+
+        def __repr__(self) -> str:
+            pytest.fail("all of it is written")
+
+        def __iter__(self) -> Iterator[int]:
+            for number in super().__iter__():
+                self.num_read += 1
+                yield number
+
+    many = Many(range(100_000))
+    message: dict[str, Any] = {"role": "user", "content": [{"a part": many, "its type": {"type": many}}.get(field, "hi")]}
+    tools = [{"type": "function", "function": {"name": many if field == "a name" else "f"}}]
+    with pytest.raises(InvalidRequest, match=r"got \[0, 1, 2, .*\.\.\.$") as caught:
+        prompt_of(OF_STRINGS + "{{ tools[0].function.name }}", message, tools=tools)
+    assert many.num_read < 100
+    assert len(caught.value.message) < 300
 
 
 @pytest.mark.parametrize(
