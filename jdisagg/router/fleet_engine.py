@@ -28,6 +28,7 @@ from jdisagg.core.config import TransferConfig
 from jdisagg.core.drill import Drill
 from jdisagg.core.errors import DeadlineExceeded, HandoffLost, InvalidRequest, Overloaded, RequestError, Unavailable
 from jdisagg.core.fleet import ModelCard
+from jdisagg.core.looks import Looks
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.core.timeline import Timeline
@@ -44,6 +45,7 @@ from jdisagg.router.workers import Workers
 log = logging.getLogger(__name__)
 
 DEADLINE_GRACE_S = 1.0  # the worker ends a request at its deadline; this is for one that no longer can
+LOOK_S = 0.25  # between two looks of a request that waits for a worker
 DRAINING = "the router is draining; use another one"
 _RECOVERABLE = (HandoffLost, Unavailable, Overloaded)
 
@@ -104,11 +106,12 @@ class FleetEngine:
     async def first_card(self, deadline_s: float) -> ModelCard:
         """`card`; where none has registered yet, as right after a restart of this router, waits for one, as long as a new
         request waits for a worker. Raises Unavailable."""
-        until_s = min(deadline_s, monotonic() + self._replays.place_wait_s)
-        while self._card is None and self.workers.fleet.longest(monotonic()) is None and not self._draining:
-            if (left_s := until_s - monotonic()) <= 0:
+        looks = Looks()
+        while self._card is None and self.workers.fleet.longest(now_s := monotonic()) is None and not self._draining:
+            left_s = min(deadline_s - now_s, self._replays.place_wait_s - looks.awake_s(now_s))
+            if left_s <= 0:
                 break
-            await self.workers.changed(min(0.25, left_s))
+            await self.workers.changed(min(LOOK_S, left_s))
         return self.card
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Output]:
@@ -203,7 +206,7 @@ class FleetEngine:
 
     async def _place(self, flight: Flight) -> None:
         """Send the attempt to a worker, waiting for one if there is none. Raises Unavailable or DeadlineExceeded."""
-        began_s = monotonic()
+        looks = Looks()  # while this router stands still, workers that register are not read
         while True:
             await self._turns.wait()  # a worker that is lost, or comes, concerns all of its requests at once
             if self._closed.is_set():
@@ -214,8 +217,8 @@ class FleetEngine:
                 return
             self._placement.check_length(flight, now_s)
             weights, lacks = self._placement.weights(flight), self._placement.lacks(flight)
-            self._replays.wait(flight, lacks, began_s, now_s, weights=weights, late=late)
-            await self.workers.changed(min(0.25, flight.request.deadline_s - now_s))
+            self._replays.wait(flight, lacks, now_s - looks.awake_s(now_s), now_s, weights=weights, late=late)
+            await self.workers.changed(min(LOOK_S, flight.request.deadline_s - now_s))
 
     async def _next(self, flight: Flight) -> Output | None:
         """The next thing to tell the client; None after an attempt was replaced by another."""

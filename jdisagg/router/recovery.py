@@ -90,8 +90,8 @@ class Replays:
 
     def wait(self, flight: Flight, lacks: str, began_s: float, now_s: float, *, weights: str | None, late: bool) -> None:
         """There is no worker of those `weights` (None = any) for the attempt, as `lacks` says, or its deadline has passed.
-        Raises, and logs, the error that ends the request when it has waited long enough, since `began_s`. `lacks` is empty for
-        one that came too late to be placed."""
+        Raises, and logs, the error that ends the request when it has waited long enough, since `began_s`, of which time in
+        which this process stood still is no part. `lacks` is empty for one that came too late to be placed."""
         request_id, longest_s, waited_s = flight.request.request_id, self._worker_wait_s, now_s - began_s
         if flight.attempt == flight.request.attempt:
             longest_s = self.place_wait_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from dataclasses import replace
 from time import monotonic
 
@@ -62,6 +63,44 @@ def test_a_request_that_comes_before_any_worker_waits_for_one() -> None:
         (worker,) = await fleet(FakeWorker((router.address,)), router=router)
         assert (await asked).fingerprint == "weights-1"
         await stop(router, worker)
+
+    run_quiet(body())
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_time_in_which_the_router_stood_still_is_no_wait_for_a_worker(is_first: bool) -> None:
+    """Registrations that came meanwhile have yet to be read."""
+
+    async def body() -> None:
+        router = await Router(ReplayConfig(place_wait_s=1.5), config=replace(FAST, worker_wait_s=1.5)).start()
+
+        async def answer() -> list[Output]:
+            if is_first:
+                await router.engine.first_card(monotonic() + 60.0)
+            return await collect(router, ask("r1"))
+
+        asked = asyncio.create_task(answer())
+        await asyncio.sleep(0.3)
+        time.sleep(2.0)  # the whole process
+        await asyncio.sleep(0.1)
+        (worker,) = await fleet(FakeWorker((router.address,)), router=router)
+        assert tokens(await asked)
+        await stop(router, worker)
+
+    run_quiet(body())
+
+
+def test_a_request_that_no_worker_takes_fails_in_its_time_however_slowly_the_router_turns() -> None:
+    async def body() -> None:
+        router = await Router(ReplayConfig(place_wait_s=3.0)).start()
+        asked = asyncio.create_task(collect(router, ask("r1")))
+        began_s = monotonic()
+        while not asked.done() and monotonic() < began_s + 40.0:
+            time.sleep(1.1)  # between any two looks
+            await asyncio.sleep(0.01)
+        with pytest.raises(Unavailable, match=NOBODY):
+            await asked
+        await router.stop()
 
     run_quiet(body())
 
