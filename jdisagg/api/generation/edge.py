@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -109,9 +109,9 @@ class Edge:
         """
         mailbox = self._live.enter(job.request_id)
         if job.is_aborted:
-            mailbox.put(Abort())
+            mailbox.abort()
             self.ends.aborted(len(job.requests))
-        tasks = [
+        mailbox.tasks = [
             asyncio.create_task(self._pump(job, index, mailbox), name=request.request_id)
             for index, request in enumerate(() if job.is_aborted else job.requests)
         ]
@@ -131,7 +131,7 @@ class Edge:
                     finally:
                         del item  # else this frame, with the job, and the error's traceback keep each other
                 if isinstance(item, Abort):
-                    await self._end(job, tasks)  # what they had gathered they put behind it
+                    await self._ended(job, mailbox.tasks)  # what they had gathered they put behind it
                     items = _aborted([*items, *mailbox.taken()], unfinished)
                     continue
                 if item.finish is not None:
@@ -139,7 +139,9 @@ class Edge:
                 yield item
         finally:
             try:
-                await self._end(job, tasks)
+                for task in mailbox.tasks:
+                    task.cancel()
+                await self._ended(job, mailbox.tasks)
             finally:
                 del self._live[job.request_id]  # last: a new request of this id must not meet the cancel of the old one
 
@@ -182,7 +184,7 @@ class Edge:
         mailbox = self._live.get(request_id)
         if mailbox is None:
             return False
-        mailbox.put(Abort())
+        mailbox.abort()
         return True
 
     async def _admit(self, request: TextRequest) -> Job:
@@ -249,10 +251,8 @@ class Edge:
                     return
         raise RequestError(f"request {request.request_id}: the engine's stream ended without a finish reason")
 
-    async def _end(self, job: Job, tasks: list[asyncio.Task[None]]) -> None:
-        """Cancel and wait: when this returns every engine generator is closed."""
-        for task in tasks:
-            task.cancel()
+    async def _ended(self, job: Job, tasks: Sequence[asyncio.Task[None]]) -> None:
+        """Wait for those that were cancelled: when this returns every engine generator is closed."""
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(result, Exception):
                 self.ends.tell("request %s: its end failed", job.request_id, result)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from jdisagg.api.generation.choice import Delta
@@ -14,7 +15,22 @@ class Abort:
     """Put into a request's mailbox to end it."""
 
 
-RequestMailbox = Mailbox[Delta | Exception | Abort]
+class RequestMailbox(Mailbox[Delta | Exception | Abort]):
+    """What the reader of one request is told, by a task for each of its choices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tasks: Sequence[asyncio.Task[None]] = ()
+        self._is_aborted = False
+
+    def abort(self) -> None:
+        """The choices end now, whenever it is read. What a task had gathered it puts behind the Abort, unless it is cancelled
+        once more. Idempotent."""
+        if not self._is_aborted:
+            self._is_aborted = True
+            self.put(Abort())
+            for task in self.tasks:
+                task.cancel()
 
 
 class LiveRequests(dict[str, RequestMailbox]):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from time import monotonic
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,7 @@ from jdisagg.api.tasks import cancel_and_wait
 from jdisagg.core.errors import InvalidRequest, ModelNotFound
 from jdisagg.core.fleet import ModelCard
 from jdisagg.core.metrics import Metrics
-from jdisagg.core.requests import FinishReason, Output, SamplingParams
+from jdisagg.core.requests import EngineRequest, FinishReason, Output, SamplingParams
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, choice_text, run
 
@@ -37,6 +39,81 @@ def test_an_aborted_choice_has_the_text_of_its_tokens(tokenizer: Tokenizer, stop
         assert transcript.choices[1].finish is FinishReason.ABORT
         for choice in transcript.choices:
             assert choice.text == tokenizer.decode(choice.token_ids)
+
+    run(check())
+
+
+@pytest.mark.parametrize("num_aborts", [1, 2])
+@pytest.mark.parametrize("num_taken", [1, 2, 6])
+def test_an_answer_that_its_client_does_not_take_is_aborted_all_the_same(
+    tokenizer: Tokenizer, num_taken: int, num_aborts: int
+) -> None:
+    async def check() -> None:
+        engine = FakeEngine(tokenizer, "fox", "the quick brown fox " * 40, max_model_len=1000)
+        engine.delay_s = 0.01
+        edge = Edge(engine, tokenizer)
+        asked = TextRequest(request_id="r", prompts=("the",), sampling=SamplingParams(), n=2, max_tokens=500)
+        transcript = Transcript(2, n=2, num_prompt_tokens=1)
+        async with aclosing(edge.stream(await edge.admit(asked))) as deltas:
+            for _ in range(num_taken):
+                transcript.add(await anext(deltas))
+            while len(engine.live) > 1:  # and nothing more is taken
+                await asyncio.sleep(0.001)
+            for _ in range(num_aborts):
+                assert edge.abort("r")
+                await asyncio.sleep(0)
+            async with asyncio.timeout(0.5):
+                while engine.live:
+                    await asyncio.sleep(0)
+            async for delta in deltas:
+                transcript.add(delta)
+        fox, other = transcript.choices
+        assert (fox.text, fox.finish) == ("fox", FinishReason.STOP), "it had ended before"
+        assert other.finish is FinishReason.ABORT
+        assert 0 < len(other.token_ids) < 100
+        assert other.text == tokenizer.decode(other.token_ids)
+        assert not edge.abort("r")
+
+    run(check())
+
+
+class _Gathering(FakeEngine):
+    """Has one output, which it tells at its end; as LocalEngine does with what it has gathered."""
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[Output]:
+        self.requests.append(request)
+        try:
+            await asyncio.sleep(60.0)
+        except asyncio.CancelledError:
+            yield Output(request_id=request.request_id, token_ids=tuple(self.answers[0]))
+            raise
+
+
+def test_what_was_gathered_is_not_lost_to_a_second_abort_though_it_is_long(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jdisagg.api.generation.edge.is_long", lambda _: True)  # so it is read beside the event loop
+
+    async def check() -> None:
+        engine = _Gathering(tokenizer, "the quick brown fox")
+        edge = Edge(engine, tokenizer)
+        beside = edge.beside
+
+        async def late(function: Callable[[], Any]) -> Any:
+            await asyncio.sleep(0.05)
+            return await beside(function)
+
+        monkeypatch.setattr(edge, "beside", late)
+        asked = TextRequest(request_id="r", prompts=("the",), sampling=SamplingParams())
+        answering = asyncio.create_task(edge.complete(await edge.admit(asked)))
+        while not engine.requests:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        for _ in range(3):
+            assert edge.abort("r")
+            await asyncio.sleep(0.01)
+        (choice,) = (await answering).choices
+        assert (choice.text, choice.finish) == ("the quick brown fox", FinishReason.ABORT)
 
     run(check())
 
