@@ -77,6 +77,10 @@ class Ladder:
         """It may have some by now."""
         self._busy.pop(peer, None)
 
+    def look_for_room(self, now_s: float) -> None:
+        """A full one whose time is over may have some by now."""
+        self._busy = {peer: busy for peer, busy in self._busy.items() if busy[0] != FULL or busy[1] > now_s}
+
     def ask_all_again(self) -> None:
         """Who had no room may have some by now."""
         self._busy.clear()

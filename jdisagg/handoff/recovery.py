@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from math import inf
 from weakref import WeakValueDictionary
 
 from jdisagg.core.config import LocalPrefill, TransferConfig
@@ -109,6 +110,7 @@ class Recovery:
         if no_kv:
             actions.append(act.NoKV(lost, cause))
         record.ladder.failed(lost, error)
+        _look_for_room(record, now_s)
         refused = is_unfit(error)
         if peer := record.ladder.next_or_new_peer():
             note = replace(record.note("other_prefill", stream, cause), refused=refused)
@@ -157,7 +159,7 @@ class Recovery:
     def doubt(self, record: Inbound, silent_s: float, now_s: float, *, no_kv: bool = False) -> list[DecodeAction]:
         """Ask another P while this one is quiet, or its KV does not come; nothing happens where there is none, nothing is owed,
         or as many as MOST_HEDGES are asked already."""
-        if (peer := _another(record)) is None or not self._room_for_hedges():
+        if (peer := _another(record, now_s)) is None or not self._room_for_hedges():
             return []
         self._hedging.append(record)
         record.set_aside(silent_s, now_s, no_kv=no_kv)
@@ -166,7 +168,7 @@ class Recovery:
     def doubt_more(self, now_s: float) -> list[DecodeAction]:
         """The same for those whose P is quiet still, as earlier hedges end."""
         actions: list[DecodeAction] = []
-        quiet = (record for record in self._live.quiet() if _another(record) is not None)
+        quiet = (record for record in self._live.quiet() if _another(record, now_s) is not None)
         for record in itertools.islice(quiet, self._room_for_hedges()):
             assert record.stream is not None
             actions += self.doubt(record, record.stream.silent_s, now_s)
@@ -268,9 +270,16 @@ class Recovery:
         return self.fail(record, verdict or record.lost(stream, cause))
 
 
-def _another(record: Inbound) -> str | None:
+def _look_for_room(record: Inbound, now_s: float) -> None:
+    """A P that was full is asked again when its time is over, and at once by who is in the middle of an answer: none refuses
+    that as full."""
+    record.ladder.look_for_room(now_s if record.first is None else inf)
+
+
+def _another(record: Inbound, now_s: float) -> str | None:
     """Whom to ask while its stream is doubted; None where there is nobody, nothing is owed, or somebody is asked already."""
     stream = record.stream
     if stream is None or record.doubted is not None or (stream.stage is InboundStage.COMPUTED and record.covered):
         return None
+    _look_for_room(record, now_s)
     return record.ladder.next_peer(but=stream.peer)

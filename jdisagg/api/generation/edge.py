@@ -143,6 +143,7 @@ class Edge:
                     task.cancel()
                 await self._ended(job, mailbox.tasks)
             finally:
+                mailbox.tasks = ()  # they keep it by their frames, with the job, until all objects are searched for garbage
                 del self._live[job.request_id]  # last: a new request of this id must not meet the cancel of the old one
 
     async def complete(self, job: Job) -> Transcript:

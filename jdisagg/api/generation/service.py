@@ -58,11 +58,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """The whole answer, or as much as is taken; then what is to be said of that. Raises RequestError."""
         timeout_s, traceparent = context.time_remaining(), _traceparent(context)
         job = await self._edge.admit(read_generate(request, self._edge.defaults, timeout_s, traceparent=traceparent))
-        await context.send_initial_metadata(())  # it would wait with the first message, and so would a status
         transcript = self._edge.transcript(job, keep="text")  # its reader has them already
+        has_begun = False
         with Reader(context) as reader:
             async with aclosing(self._edge.stream(job)) as deltas:
                 async for delta in deltas:
+                    if not has_begun:
+                        has_begun = True
+                        await context.send_initial_metadata(())  # it would wait with the message, and so would a status
                     transcript.add(delta)
                     if has_many_scores([delta]):
                         message = await self._edge.beside(partial(encode_delta, delta))

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import pytest
 
 from jdisagg.core.errors import HandoffLost, InvalidRequest, Overloaded, Unavailable
+from jdisagg.core.requests import Output
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.decode_side import DecodeSide
 from jdisagg.handoff.full_peers import LONGEST_S, SPREAD
-from jdisagg.handoff.messages import Accepted, HandoffId, Refused, Started, StreamEnded
+from jdisagg.handoff.messages import Accepted, Done, HandoffId, Quiet, Refused, Started, StreamEnded
 from tests.unit.handoff.rig import DEAD, H2, NEVER, H, decode_side, none_of, only, request, stages
 
 
@@ -199,3 +200,24 @@ def test_all_whose_pause_is_over_at_once_go_on_at_once() -> None:
         side.start(request(request_id=request_id), 0, ("p",), 0.0)
         side.on_message(HandoffId(request_id, serial), Refused(error=Overloaded("full")), 0.0)
     assert sorted(opens(side.tick(1.5))) == ["r", "s"]
+
+
+@pytest.mark.parametrize("trouble", [DEAD, Quiet(seconds=0.7)])
+def test_a_full_worker_whose_time_is_over_is_asked_at_once_when_the_other_one_is_lost_or_quiet(
+    trouble: StreamEnded | Quiet,
+) -> None:
+    side = decode_side()
+    side.start(request(), 0, ("p", "q"), 0.0)
+    side.on_message(H, Refused(error=Overloaded("full", retry_after_s=2.0)), 0.0)
+    side.on_message(H2, Accepted(cached_tokens=0), 0.0)
+    assert only(act.OpenStream, side.on_message(H2, trouble, 4.0)).peer == "p"
+
+
+@pytest.mark.parametrize("trouble", [DEAD, Quiet(seconds=0.7)])
+def test_who_is_in_the_middle_of_an_answer_waits_for_no_place(trouble: StreamEnded | Quiet) -> None:
+    side = decode_side()
+    side.start(request(), 0, ("p", "q"), 0.0)
+    side.on_message(H, Refused(error=Overloaded("full", retry_after_s=8.0)), 0.0)
+    for message in (Accepted(cached_tokens=0), Started(), Done(first=Output(request_id="r", token_ids=(42,)), num_chunks=3)):
+        side.on_message(H2, message, 0.0)
+    assert only(act.OpenStream, side.on_message(H2, trouble, 1.0)).peer == "p"
