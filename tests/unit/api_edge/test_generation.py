@@ -109,6 +109,30 @@ def test_a_refused_call_leaves_nothing_to_the_garbage_collector(tokenizer: Token
     run(check())
 
 
+def test_a_call_that_is_left_leaves_nothing_to_the_garbage_collector(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        engine = FakeEngine(tokenizer, ANSWER * 100)
+        engine.delay_s = 0.05
+        async with serving(engine, tokenizer) as served:
+            gc.collect()
+            gc.disable()
+            earlier = living(EngineRequest)
+            try:
+                for _ in range(3):
+                    sampling = common_pb2.SamplingParams(max_tokens=100)
+                    call = served.stub.Generate(generation_pb2.GenerateRequest(text="the", sampling=sampling, n=2))
+                    await call.read()
+                    call.cancel()
+                    del call
+                await served.wait_idle()
+                engine.requests.clear()
+                await until(lambda: len(living(EngineRequest)) == len(earlier))
+            finally:
+                gc.enable()
+
+    run(check())
+
+
 @pytest.mark.parametrize(
     ("slowest", "ours_s", "kept"), [(2**30, 0.0, False), (2**13, 0.0, True), (2**30, 10.0, True)], ids=["slow", "fair", "busy"]
 )
