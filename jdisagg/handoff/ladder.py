@@ -95,7 +95,8 @@ class Ladder:
     def next_or_new_peer(self) -> str | None:
         """The same, or one that has come since."""
         peer = self.next_peer()
-        if peer is None and len(self._busy) < MAX_PREFILL_PEERS:  # else enough of them were full for now
+        all_others = self._busy.keys().isdisjoint(self.peers)  # are full, and were left for those that had come
+        if peer is None and (all_others or len(self._busy) < MAX_PREFILL_PEERS):  # else enough of them were full for now
             self._join()
             peer = self.next_peer()
         return peer

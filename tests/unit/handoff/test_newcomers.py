@@ -47,6 +47,21 @@ def test_who_comes_while_a_request_waits_is_asked_after_the_pause_before_those_t
     assert only(act.OpenStream, side.on_message(stream(3), FULL, 1.6)).peer == "p", "its time has come"
 
 
+def test_those_that_were_full_are_waited_for_where_all_newcomers_serve_less() -> None:
+    side, known = begun(*(full := [f"p{number}" for number in range(MAX_PREFILL_PEERS)]))
+    for serial in range(1, MAX_PREFILL_PEERS + 1):
+        side.on_message(stream(serial), Refused(error=Overloaded("full", retry_after_s=5.0)), 0.0)
+    known[:0] = [f"short{number}" for number in range(MAX_PREFILL_PEERS)]
+    assert only(act.OpenStream, side.tick(0.1)).peer == "short0"
+    for serial in range(MAX_PREFILL_PEERS + 1, 2 * MAX_PREFILL_PEERS + 1):
+        assert none_of(act.Fail, side.on_message(stream(serial), SHORT, 0.1))
+    asked = [
+        only(act.OpenStream, actions).peer for now in range(1, 10) if not none_of(act.OpenStream, actions := side.tick(now))
+    ]
+    assert asked
+    assert asked[0] in full
+
+
 @pytest.mark.parametrize("message", [FULL, DRAINING])
 def test_who_has_come_meanwhile_is_asked_without_a_pause(message: Refused) -> None:
     side, known = begun("p")
