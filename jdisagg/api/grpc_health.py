@@ -90,6 +90,13 @@ class _Servicer(health_pb2_grpc.HealthServicer):
             return health_pb2.HealthCheckResponse(status=self._status)
         end_call(context, grpc.StatusCode.NOT_FOUND, _UNKNOWN)
 
+    async def List(
+        self, request: health_pb2.HealthListRequest, context: grpc.aio.ServicerContext
+    ) -> health_pb2.HealthListResponse:
+        """The status of each service now."""
+        status = health_pb2.HealthCheckResponse(status=self._status)
+        return health_pb2.HealthListResponse(statuses=dict.fromkeys(self._names, status))
+
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
         """The status now and whenever it is another one than was told last; SERVICE_UNKNOWN where that is not served here, and
         NOT_FOUND where nobody names a service so: its name would stay in memory until the client goes."""

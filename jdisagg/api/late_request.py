@@ -65,7 +65,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):
     RESOURCE_EXHAUSTED when there are too many that take long, INVALID_ARGUMENT when no request can come any more."""
 
     def __init__(self) -> None:
-        self._slow = SlowRequests()
+        self._slow, self._slow_without_key = SlowRequests(), SlowRequests()  # who has no key ends nobody's call who has
 
     async def intercept_service(
         self,
@@ -76,11 +76,12 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         handler, method = await continuation(handler_call_details), str(handler_call_details.method)
         if handler is None or handler.request_streaming or not method.startswith((CLIENT_SERVICE, OPEN_SERVICE)):
             return handler
+        slow = self._slow_without_key if method.startswith(OPEN_SERVICE) else self._slow
         respond = handler.unary_stream if handler.response_streaming else handler.unary_unary
 
         async def begin(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
             try:
-                request = await self._first(requests)
+                request = await _first(requests, slow)
             except RequestError as error:
                 return refuse(context, error)
             return await respond(request, context)
@@ -88,17 +89,18 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         kind = grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
         return kind(begin, handler.request_deserializer, handler.response_serializer)
 
-    async def _first(self, requests: AsyncIterator[Any]) -> Any:
-        until_s = asyncio.get_running_loop().time() + REQUEST_TIMEOUT_S
-        limit = asyncio.timeout_at(until_s)
-        try:
-            async with limit:
-                with self._slow.watch(limit):
-                    return await anext(requests)
-        except TimeoutError:
-            if limit.when() == until_s:
-                raise DeadlineExceeded(f"no request came within {REQUEST_TIMEOUT_S:g} s; send it sooner") from None
-            told = f"more than {MOST_SLOW} requests take longer than {SLOW_S:g} s to come, this one longest; come again"
-            raise Overloaded(told, retry_after_s=_RETRY_AFTER_S) from None
-        except StopAsyncIteration:
-            raise InvalidRequest("the call brought no request; send one") from None
+
+async def _first(requests: AsyncIterator[Any], slow: SlowRequests) -> Any:
+    until_s = asyncio.get_running_loop().time() + REQUEST_TIMEOUT_S
+    limit = asyncio.timeout_at(until_s)
+    try:
+        async with limit:
+            with slow.watch(limit):
+                return await anext(requests)
+    except TimeoutError:
+        if limit.when() == until_s:
+            raise DeadlineExceeded(f"no request came within {REQUEST_TIMEOUT_S:g} s; send it sooner") from None
+        told = f"more than {MOST_SLOW} requests take longer than {SLOW_S:g} s to come, this one longest; come again"
+        raise Overloaded(told, retry_after_s=_RETRY_AFTER_S) from None
+    except StopAsyncIteration:
+        raise InvalidRequest("the call brought no request; send one") from None

@@ -60,6 +60,8 @@ def test_a_service_that_is_not_served_is_unknown() -> None:
         await reporter.start()
         async with channels.open_channel(address) as channel, asyncio.timeout(20):
             stub, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest(service="another")
+            listed = (await stub.List(health_pb2.HealthListRequest())).statuses
+            assert {name: one.status for name, one in listed.items()} == {"": SERVING, "jdisagg.v1.WorkerService": SERVING}
             with pytest.raises(grpc.aio.AioRpcError, match="no such service here") as caught:
                 await stub.Check(request)
             assert caught.value.code() is grpc.StatusCode.NOT_FOUND

@@ -53,6 +53,27 @@ def begin(channel: grpc.aio.Channel) -> Any:
     return channel.stream_stream(GENERATE, serialize, generation_pb2.GenerateResponse.FromString)(timeout=60.0)
 
 
+def test_who_needs_no_key_ends_nobody_elses_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late_request, "SLOW_S", 0.2)
+    monkeypatch.setattr(late_request, "LATE_S", 10.0)
+    monkeypatch.setattr(late_request, "MOST_SLOW", 3)
+
+    async def check() -> None:
+        async with serving() as channel:
+            generate = begin(channel)
+            await asyncio.sleep(0.05)
+            checks = [channel.stream_stream("/grpc.health.v1.Health/Check")(timeout=60.0) for _ in range(5)]
+            for call in checks[:2]:
+                assert not await call.read()
+                assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            await asyncio.sleep(0.3)
+            assert not generate.done()
+            for call in (generate, *checks):
+                call.cancel()
+
+    run(check())
+
+
 def test_of_too_many_calls_whose_requests_take_long_the_oldest_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(late_request, "SLOW_S", 0.3)
     monkeypatch.setattr(late_request, "LATE_S", 10.0)
