@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -90,12 +91,11 @@ class _Servicer(health_pb2_grpc.HealthServicer):
             return health_pb2.HealthCheckResponse(status=self._status)
         end_call(context, grpc.StatusCode.NOT_FOUND, _UNKNOWN)
 
-    async def List(
-        self, request: health_pb2.HealthListRequest, context: grpc.aio.ServicerContext
-    ) -> health_pb2.HealthListResponse:
+    async def List(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         """The status of each service now."""
         status = health_pb2.HealthCheckResponse(status=self._status)
-        return health_pb2.HealthListResponse(statuses=dict.fromkeys(self._names, status))
+        listed = health_pb2.HealthListResponse  # pyright: ignore[reportAttributeAccessIssue]  # newer than the stubs
+        return listed(statuses=dict.fromkeys(self._names, status))
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
         """The status now and whenever it is another one than was told last; SERVICE_UNKNOWN where that is not served here, and
