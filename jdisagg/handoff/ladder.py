@@ -2,12 +2,11 @@
 
 A worker that failed is not asked again, unless it is the only one: then once more, after a pause. One that was merely full is
 asked again, not before the time that it named, for as long as the request's deadline allows. Whether somebody has come
-meanwhile is looked at after pauses that double from 0.1 s to 2 s. A worker for
-which the request is wrong is never asked again, and its word is not the last: the decode worker has checked the request and
-found it right, so the other one serves less (a shorter context, fewer pages, another model). Nor is one asked again that has a
-setting of its own to blame, which it names. Those that have come since the request was begun are asked when a pause is over,
-before those that were full, and where nobody else is left.
-Of a fleet that is full one more is asked then, not as many as a router names once again.
+meanwhile is looked at after pauses that double from 0.1 s to 2 s; of a fleet that is full one more is asked then, not as many
+as a router names once again. A worker for which the request is wrong is never asked again, and its word is not the last: the
+decode worker has checked the request and found it right, so the other one serves less (a shorter context, fewer pages, another
+model). Nor is one asked again that has a setting of its own to blame, which it names. Those that have come since the request
+was begun are asked when a pause is over, before those that were full, and where nobody else is left.
 """
 
 from __future__ import annotations
@@ -95,8 +94,8 @@ class Ladder:
     def next_or_new_peer(self) -> str | None:
         """The same, or one that has come since."""
         peer = self.next_peer()
-        all_others = self._busy.keys().isdisjoint(self.peers)  # are full, and were left for those that had come
-        if peer is None and (all_others or len(self._busy) < MAX_PREFILL_PEERS):  # else enough of them were full for now
+        are_left = self._busy.keys().isdisjoint(self.peers)  # those that were full, for others that had come
+        if peer is None and (are_left or len(self._busy) < MAX_PREFILL_PEERS):  # else enough of them were full for now
             self._join()
             peer = self.next_peer()
         return peer
