@@ -53,8 +53,8 @@ _MAX_DEADLINE_S = 30 * 86_400.0  # an infinite deadline is sent as a month
 _FINISH_TO_PROTO = {reason: getattr(common_pb2, f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 _FINISH_FROM_PROTO = {number: reason for reason, number in _FINISH_TO_PROTO.items()}
 
-_KIND_TO_PROTO = {kind: getattr(common_pb2, f"GRAMMAR_KIND_{kind.name}") for kind in GrammarKind}
-_KIND_FROM_PROTO = {number: kind for kind, number in _KIND_TO_PROTO.items()}
+GRAMMAR_KINDS = {kind: getattr(common_pb2, f"GRAMMAR_KIND_{kind.name}") for kind in GrammarKind}
+_KIND_FROM_PROTO = {number: kind for kind, number in GRAMMAR_KINDS.items()}
 
 _IS_OPTIONAL = {name: field.has_presence for name, field in common_pb2.SamplingParams.DESCRIPTOR.fields_by_name.items()}
 
@@ -153,7 +153,7 @@ def remaining_ms(deadline_s: float, now_s: float) -> int:
 
 def encode_sampling(sampling: SamplingParams) -> common_pb2.SamplingParams:
     """Complete parameters: every field set."""
-    grammar = sampling.grammar and common_pb2.Grammar(kind=_KIND_TO_PROTO[sampling.grammar.kind], text=sampling.grammar.text)
+    grammar = sampling.grammar and common_pb2.Grammar(kind=GRAMMAR_KINDS[sampling.grammar.kind], text=sampling.grammar.text)
     return encode_fields(sampling, common_pb2.SamplingParams, logit_bias=dict(sampling.logit_bias), grammar=grammar)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from jdisagg.core.fingerprint import Parts
-from jdisagg.core.requests import Role
+from jdisagg.core.requests import GrammarKind, Role
 
 MAX_PREFILL_PEERS = 4  # that one request may try
 SUSPECT_S = 5.0  # how long others are asked before a worker that failed, by routers, and by D before a P it could not reach
@@ -81,7 +81,7 @@ class Member:
     draining: bool = False
     not_ready: str = ""  # why it cannot serve now; "" = it can, or is too old to say
     cache_tokens: int = 0  # that its prefix cache holds at most; 0 = it is too old to say
-    grammars: bool = False  # requests with a grammar may be sent to it
+    grammars: frozenset[GrammarKind] = frozenset()  # requests with one of these may be sent to it
     bits: str = ""  # what it computes, as in `jdisagg.core.bits`
     needs_prefill: bool = False  # a decode worker that never computes prompts and has no prefill worker of its own
     alone: bool = False  # as it said last, see Report

@@ -42,6 +42,9 @@ class GrammarKind(Enum):
     BAD_WORDS = "bad_words"  # a JSON list of strings that the text does not hold
 
 
+ALL_GRAMMARS = frozenset(GrammarKind)
+
+
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """What the generated text has to be. Where it stands follows from the generated tokens alone: no state of it travels."""
@@ -105,8 +108,13 @@ class EngineRequest:
 
     @property
     def by_grammar(self) -> bool:
-        """A grammar says what may be sampled: not every worker can, and what is next follows from the tokens so far."""
+        """A grammar says what may be sampled: what is next follows from the tokens so far."""
         return self.sampling.grammar is not None
+
+    @property
+    def grammar_kind(self) -> GrammarKind | None:
+        """What its grammar is written in: not every worker serves each; None = it has none."""
+        return None if self.sampling.grammar is None else self.sampling.grammar.kind
 
     @property
     def remaining_tokens(self) -> int:

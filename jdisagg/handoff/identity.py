@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jdisagg.core.fingerprint import Parts, difference
+from jdisagg.core.requests import GrammarKind
 from jdisagg.core.told import told
 from jdisagg.kv.spec import KVSpec
 
@@ -58,7 +59,7 @@ class Identity:
     backends: tuple[Backend, ...]  # in order of preference
     ranks: tuple[Rank, ...] = ()
     build: str = ""
-    grammars: bool = False  # requests with a grammar may be handed to it
+    grammars: frozenset[GrammarKind] = frozenset()  # requests with one of these may be handed to it
     bits: str = ""  # as in `jdisagg.core.bits`
     min_protocol: int = OLDEST_PROTOCOL
     max_protocol: int = PROTOCOL

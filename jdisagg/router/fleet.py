@@ -186,7 +186,7 @@ class Fleet:
         there = self.usable(answers, needs).entries
         if not there:
             return None
-        prefilled = {peer.member.card.fingerprint for peer in self._prefill(by_grammar=needs.by_grammar)}
+        prefilled = {peer.member.card.fingerprint for peer in self._prefill(needs)}
 
         def standing(entry: Entry) -> tuple[bool, ...]:
             address = entry.member.address
@@ -216,12 +216,11 @@ class Fleet:
     def usable(self, answers: str | None, needs: Needs = ANY_REQUEST) -> Usable:
         """Whom `choose` chooses from, of those `answers` (None = any), or what there is none of."""
         those = [entry for entry in self._entries.values() if answers is None or entry.member.card.answers == answers]
-        return usable(those, self._prefill(by_grammar=needs.by_grammar), needs)
+        return usable(those, self._prefill(needs), needs)
 
-    def _prefill(self, *, by_grammar: bool = False) -> list[Entry]:
-        """Prefill workers that take requests; `by_grammar`: those that have one."""
-        there = prefill_of(self._entries.values())
-        return [entry for entry in there if entry.member.grammars] if by_grammar else there
+    def _prefill(self, needs: Needs) -> list[Entry]:
+        """Prefill workers that take requests with such a grammar."""
+        return [entry for entry in prefill_of(self._entries.values()) if needs.are_served_by(entry.member)]
 
     def prefill_peers(self, fingerprint: str, needs: Needs, near: Near, kin: bytes = b"", *, bits: str = "") -> list[Entry]:
         """Prefill workers of that fingerprint that can compute the prompt: first who has fewest tokens to compute until such a
@@ -231,7 +230,7 @@ class Fleet:
         peers = [
             peer
             for peer in self._prefill_of(fingerprint, bits, near, lambda peer: lot_of(peer, kin))
-            if needs.prefill_tokens <= peer.member.card.max_model_len and (peer.member.grammars or not needs.by_grammar)
+            if needs.prefill_tokens <= peer.member.card.max_model_len and needs.are_served_by(peer.member)
         ]
         return peers[:MAX_PREFILL_PEERS]
 
@@ -253,7 +252,7 @@ class Fleet:
 
     def _prefill_of(self, fingerprint: str, bits: str, near: Near, lot: Callable[[Entry], bytes]) -> list[Entry]:
         """Least busy first, as if those that do not compute `bits` were busier; `lot` draws among equals."""
-        peers = [peer for peer in self._prefill() if peer.member.card.fingerprint == fingerprint]
+        peers = [peer for peer in self._prefill(ANY_REQUEST) if peer.member.card.fingerprint == fingerprint]
         num_busy = sum(peer.pending > 0 or peer.others_tokens > 0 for peer in peers)
         worth = 1.0 + AGAIN_SHARE * (num_busy / max(1, len(peers))) ** 2  # where half are busy, idle ones have time for it
 

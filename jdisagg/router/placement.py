@@ -169,8 +169,8 @@ class Placement:
 
 def _needs(flight: Flight) -> Needs:
     """What a worker must be able to."""
-    by_grammar = flight.request.by_grammar
-    return Needs(num_tokens=flight.least_tokens, prefill_tokens=flight.prefill_tokens, by_grammar=by_grammar)
+    grammar = flight.request.grammar_kind
+    return Needs(num_tokens=flight.least_tokens, prefill_tokens=flight.prefill_tokens, grammar=grammar)
 
 
 def beginning(prompt_token_ids: tuple[int, ...]) -> bytes:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jdisagg.core.requests import Role
+from jdisagg.core.fleet import Member
+from jdisagg.core.requests import GrammarKind, Role
 from jdisagg.core.told import first_of
 from jdisagg.router.entry import Entry
 from jdisagg.router.partners import differing
@@ -20,7 +21,11 @@ class Needs:
 
     num_tokens: int = 0  # its context holds, output included
     prefill_tokens: int = 0  # one of the prefill workers holds, where it computes no prompts itself
-    by_grammar: bool = False  # it has a grammar
+    grammar: GrammarKind | None = None  # what its grammar is written in
+
+    def are_served_by(self, member: Member) -> bool:
+        """Whether it serves such a grammar, or none is asked for."""
+        return self.grammar is None or self.grammar in member.grammars
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,11 +62,10 @@ def usable(entries: Sequence[Entry], prefill: Sequence[Entry], needs: Needs) -> 
     there = [entry for entry in entries if entry.member.decodes and entry.serves]
     if not there:
         return Usable([], _nobody(entries))
-    if needs.by_grammar:
-        there, all_of_them = [entry for entry in there if entry.member.grammars], there
-        if not there:
-            return Usable([], f"no decode or unified worker that is connected serves grammars ({_named(all_of_them)})")
-    serves = ["serves grammars"] if needs.by_grammar else []
+    serves = [] if needs.grammar is None else [f"serves {needs.grammar.value} grammars"]
+    there, all_of_them = [entry for entry in there if needs.are_served_by(entry.member)], there
+    if not there:
+        return Usable([], f"no decode or unified worker that is connected {serves[0]} ({_named(all_of_them)})")
     num_tokens = needs.num_tokens
     holding = [entry for entry in there if num_tokens <= entry.member.card.max_model_len]
     if not holding:

@@ -14,7 +14,7 @@ import jax
 
 from jdisagg.core.config import Config, LocalPrefill
 from jdisagg.core.metrics import Metrics
-from jdisagg.core.requests import Role
+from jdisagg.core.requests import ALL_GRAMMARS, Role
 from jdisagg.engine.bits import compute_bits
 from jdisagg.engine.build import make_runner
 from jdisagg.engine.costs import measure_retraction_cost
@@ -83,7 +83,7 @@ class Core:
             epoch=self.epoch,
             groups=(CacheGroup(spec=self.kv_spec, page_size=self.config.cache.page_size),),
             backends=tuple(backends),
-            grammars=self.grammars is not None,
+            grammars=frozenset() if self.grammars is None else ALL_GRAMMARS,
             bits=self.bits,
         )
 

@@ -56,7 +56,7 @@ class FingerprintPart(_message.Message):
     def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
 
 class Identity(_message.Message):
-    __slots__ = ("min_protocol", "max_protocol", "build", "fingerprint", "worker", "epoch", "groups", "ranks", "backends", "fingerprint_parts", "grammars", "bits")
+    __slots__ = ("min_protocol", "max_protocol", "build", "fingerprint", "worker", "epoch", "groups", "ranks", "backends", "fingerprint_parts", "grammars", "bits", "grammar_kinds")
     MIN_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     MAX_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     BUILD_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,7 @@ class Identity(_message.Message):
     FINGERPRINT_PARTS_FIELD_NUMBER: _ClassVar[int]
     GRAMMARS_FIELD_NUMBER: _ClassVar[int]
     BITS_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_KINDS_FIELD_NUMBER: _ClassVar[int]
     min_protocol: int
     max_protocol: int
     build: str
@@ -81,7 +82,8 @@ class Identity(_message.Message):
     fingerprint_parts: _containers.RepeatedCompositeFieldContainer[FingerprintPart]
     grammars: bool
     bits: str
-    def __init__(self, min_protocol: _Optional[int] = ..., max_protocol: _Optional[int] = ..., build: _Optional[str] = ..., fingerprint: _Optional[str] = ..., worker: _Optional[str] = ..., epoch: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[CacheGroup, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., backends: _Optional[_Iterable[_Union[TransferBackend, _Mapping]]] = ..., fingerprint_parts: _Optional[_Iterable[_Union[FingerprintPart, _Mapping]]] = ..., grammars: _Optional[bool] = ..., bits: _Optional[str] = ...) -> None: ...
+    grammar_kinds: _containers.RepeatedScalarFieldContainer[_common_pb2.GrammarKind]
+    def __init__(self, min_protocol: _Optional[int] = ..., max_protocol: _Optional[int] = ..., build: _Optional[str] = ..., fingerprint: _Optional[str] = ..., worker: _Optional[str] = ..., epoch: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[CacheGroup, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., backends: _Optional[_Iterable[_Union[TransferBackend, _Mapping]]] = ..., fingerprint_parts: _Optional[_Iterable[_Union[FingerprintPart, _Mapping]]] = ..., grammars: _Optional[bool] = ..., bits: _Optional[str] = ..., grammar_kinds: _Optional[_Iterable[_Union[_common_pb2.GrammarKind, str]]] = ...) -> None: ...
 
 class HelloRequest(_message.Message):
     __slots__ = ("identity",)

@@ -20,6 +20,7 @@ from jdisagg.api.peer.codec import decode_down, decode_up
 from jdisagg.api.peer.identity_codec import decode_identity
 from jdisagg.core.fleet import Member
 from jdisagg.core.requests import SamplingParams
+from jdisagg.handoff.identity import Identity
 from jdisagg.v1 import common_pb2, fleet_pb2, generation_pb2, peer_pb2, worker_pb2
 
 NOW_S = 100.0  # deadlines are relative to it
@@ -88,6 +89,8 @@ def plain(value: object) -> Any:
         if isinstance(value, Member):  # likewise
             card, process = found.pop("card"), found.pop("process")
             found |= card | process | {"model": card["name"]}
+        if isinstance(value, Member | Identity):  # which ones was not said when first recorded
+            found |= {"grammars": bool(value.grammars), "grammar_kinds": sorted(kind.value for kind in value.grammars)}
         return found
     if isinstance(value, Exception):
         return {"error": type(value).__name__} | {name: plain(item) for name, item in vars(value).items()}

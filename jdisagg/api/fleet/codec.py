@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jdisagg.api.codec import decode_fields, encode_fields
-from jdisagg.api.peer.identity_codec import decode_parts, encode_parts
+from jdisagg.api.peer.identity_codec import decode_grammars, decode_parts, encode_grammars, encode_parts
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.fleet import Load, LostWorker, Member, ModelCard, ProcessFacts, Report, Standing
 from jdisagg.core.requests import Role
@@ -36,6 +36,7 @@ def encode_member(member: Member) -> fleet_pb2.Member:
     """What a router needs to know of a worker; the rest of Identity is between P and D."""
     card, process, parts = member.card, member.process, encode_parts(member.fingerprint_parts)
     said = {"build": process.build, "fingerprint": card.fingerprint, "fingerprint_parts": parts}
+    said |= encode_grammars(member.grammars)
     return encode_fields(
         member,
         fleet_pb2.Member,
@@ -72,7 +73,7 @@ def decode_member(message: fleet_pb2.Member) -> Member:
         card=decode_fields(message, ModelCard, name=message.model, fingerprint=identity.fingerprint),
         fingerprint_parts=decode_parts(identity),
         load=decode_load(message.load),
-        grammars=identity.grammars,
+        grammars=decode_grammars(identity),
         bits=told(identity.bits),
         cache_tokens=max(0, message.cache_tokens),
         not_ready=told(message.not_ready),

@@ -199,10 +199,10 @@ class GrpcPeerClient:
                     self._failed(link, error.error.message, refuses=error.reason == "hello")
                     return StreamEnded(reason=error.reason, error=error.error)
                 self._answered(link, theirs)
-                if stream.by_grammar and not theirs.grammars:
+                if stream.grammar not in (None, *theirs.grammars):
                     if not second:  # it may be another process since it said so
                         continue
-                    error = Unavailable(f"prefill peer {stream.peer}: it does not serve grammars")
+                    error = Unavailable(f"prefill peer {stream.peer}: it does not serve {stream.grammar.value} grammars")
                     return StreamEnded(reason="hello", error=error)
                 self._book.agreed(stream.peer, reached)
                 await self._turns.wait()

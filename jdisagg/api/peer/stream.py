@@ -20,6 +20,7 @@ from jdisagg.api.pulse import QUIET_SHARE
 from jdisagg.api.tasks import cancel_and_wait
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import HandoffLost, InvalidRequest, RequestError, Unavailable
+from jdisagg.core.requests import GrammarKind
 from jdisagg.handoff.identity import Identity
 from jdisagg.handoff.messages import (
     Ack,
@@ -62,9 +63,9 @@ class PeerStream:
         self._outbox: Outbox[peer_pb2.PrefillRequest] | None = None
 
     @property
-    def by_grammar(self) -> bool:
-        """Whether its request has a grammar."""
-        return self._opening.request.by_grammar
+    def grammar(self) -> GrammarKind | None:
+        """What its request's grammar is written in; None = it has none."""
+        return self._opening.request.grammar_kind
 
     def send(self, message: Grant | Ack | Want | ChunkReady | Declined) -> None:
         """Queue a message."""

@@ -9,11 +9,12 @@ import pytest
 
 from jdisagg.api.fleet.codec import decode_member, encode_member
 from jdisagg.core.errors import Unavailable
-from jdisagg.core.requests import EngineRequest, Grammar, GrammarKind, Role, SamplingParams
+from jdisagg.core.requests import ALL_GRAMMARS, EngineRequest, Grammar, GrammarKind, Role, SamplingParams
 from jdisagg.router.fleet import Fleet
 from jdisagg.router.prefixes import NOWHERE, Near
 from jdisagg.router.recovery import ReplayConfig
 from jdisagg.router.usable import ANY_REQUEST, Needs, Wishes
+from jdisagg.v1 import fleet_pb2
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.rig import assert_whole, collect, fleet, stop
 from tests.unit.wire.rig import member, request, run_quiet, until
@@ -44,8 +45,8 @@ def chosen(found: Fleet, needs: Needs = ANY_REQUEST, **asked: Any) -> str | None
     return None if entry is None else entry.member.address
 
 
-BY_GRAMMAR = Needs(by_grammar=True)
-WITH, WITHOUT = {"grammars": True}, {"grammars": False}
+BY_GRAMMAR = Needs(grammar=GrammarKind.REGEX)
+WITH, WITHOUT = {"grammars": ALL_GRAMMARS}, {"grammars": frozenset({GrammarKind.LARK})}
 DRAINING, NEEDS, P = {"draining": True}, {"needs_prefill": True}, {"role": Role.PREFILL}
 
 
@@ -65,32 +66,32 @@ def test_a_worker_is_chosen_that_serves_grammars_and_others_have_the_other_reque
 
 LACKS = [
     ({}, "no decode or unified worker is connected"),
-    ({"d": WITHOUT}, "no decode or unified worker that is connected serves grammars (d)"),
+    ({"d": WITHOUT}, "no decode or unified worker that is connected serves regex grammars (d)"),
     (
         {"d": WITHOUT, "u": WITHOUT | {"role": Role.UNIFIED}},
-        "no decode or unified worker that is connected serves grammars (d, u)",
+        "no decode or unified worker that is connected serves regex grammars (d, u)",
     ),
-    ({"d": WITHOUT, "p": WITH | P}, "no decode or unified worker that is connected serves grammars (d)"),
-    ({"d": WITHOUT, "a": WITH | DRAINING}, "every decode or unified worker that serves grammars is draining (a)"),
+    ({"d": WITHOUT, "p": WITH | P}, "no decode or unified worker that is connected serves regex grammars (d)"),
+    ({"d": WITHOUT, "a": WITH | DRAINING}, "every decode or unified worker that serves regex grammars is draining (a)"),
     (
         {"d": WITHOUT | {"max_model_len": 500}, "a": WITH | {"max_model_len": 50}},
-        "no decode or unified worker that is connected and serves grammars holds 60 tokens (at most 50)",
+        "no decode or unified worker that is connected and serves regex grammars holds 60 tokens (at most 50)",
     ),
     (
         {"a": WITH | NEEDS, "p": WITHOUT | P},
-        "no prefill worker that serves grammars and pairs with a (--local-prefill never)",
+        "no prefill worker that serves regex grammars and pairs with a (--local-prefill never)",
     ),
     (
         {"a": WITH | NEEDS, "p": WITH | P | DRAINING, "q": WITHOUT | P},
-        "no prefill worker that serves grammars and pairs with a (--local-prefill never)",
+        "no prefill worker that serves regex grammars and pairs with a (--local-prefill never)",
     ),
     (
         {"a": WITH | NEEDS, "p": WITH | P | {"max_model_len": 5}, "q": WITHOUT | P},
-        "no prefill worker that serves grammars holds 10 tokens (at most 5; --local-prefill never)",
+        "no prefill worker that serves regex grammars holds 10 tokens (at most 5; --local-prefill never)",
     ),
     (
         {"a": WITH | DRAINING, "b": WITH | {"max_model_len": 50}, "d": WITHOUT},
-        "every decode or unified worker that serves grammars and holds 60 tokens is draining (a)",
+        "every decode or unified worker that serves regex grammars and holds 60 tokens is draining (a)",
     ),
     ({"a": WITH | NEEDS, "p": WITH | P, "q": WITHOUT | P}, ""),
     ({"a": WITH, "p": WITHOUT | P}, ""),
@@ -100,7 +101,7 @@ LACKS = [
 
 @pytest.mark.parametrize(("members", "lacks"), LACKS)
 def test_what_there_is_none_of_is_said_as_it_is(members: dict[str, dict[str, Any]], lacks: str) -> None:
-    found, needs = of(**members), Needs(num_tokens=60, prefill_tokens=10, by_grammar=True)
+    found, needs = of(**members), Needs(num_tokens=60, prefill_tokens=10, grammar=GrammarKind.REGEX)
     assert found.usable(None, needs).lacks == lacks
     assert (chosen(found, needs) is None) == bool(lacks)
     assert (not found.usable(None, needs).entries) == bool(lacks)
@@ -130,27 +131,40 @@ def test_weights_whose_prefill_workers_serve_grammars_come_before_those_whose_do
 def test_prefill_workers_are_named_that_serve_grammars_and_as_many_as_else() -> None:
     plain = {f"p{number}": WITHOUT | P for number in range(10)}
     found = of(**plain, able=WITH | P, short=WITH | P | {"max_model_len": 5})
-    needs = Needs(prefill_tokens=10, by_grammar=True)
+    needs = Needs(prefill_tokens=10, grammar=GrammarKind.REGEX)
     assert [peer.member.address for peer in found.prefill_peers("f", needs, NOWHERE)] == ["able"]
     assert len(found.prefill_peers("f", Needs(prefill_tokens=10), NOWHERE)) > 1
     assert found.prefill_peers("other", needs, NOWHERE) == []
 
 
-@pytest.mark.parametrize("grammars", [True, False])
-def test_a_worker_says_over_the_wire_whether_it_serves_grammars_and_an_old_one_does_not(grammars: bool) -> None:
+@pytest.mark.parametrize("grammars", [ALL_GRAMMARS, frozenset({GrammarKind.LARK}), frozenset()])
+def test_a_worker_says_over_the_wire_which_grammars_it_serves(grammars: frozenset[GrammarKind]) -> None:
     described = member(grammars=grammars)
-    assert decode_member(encode_member(described)) == described
-    old = encode_member(described)
+    said = encode_member(described)
+    assert decode_member(said) == described
+    newer = fleet_pb2.Member.FromString(said.SerializeToString())
+    newer.identity.grammar_kinds.append(99)
+    assert decode_member(newer) == described, "a kind that is not known here is none to ask for"
+
+
+def test_a_worker_that_is_too_old_to_name_kinds_serves_the_first_ones_and_an_older_one_none() -> None:
+    old = encode_member(member(grammars=ALL_GRAMMARS))
+    old.identity.ClearField("grammar_kinds")
+    assert decode_member(old).grammars == {GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.LARK}
     old.identity.ClearField("grammars")
-    assert not decode_member(old).grammars
+    assert decode_member(old).grammars == frozenset()
 
 
 def test_a_replay_goes_to_a_worker_that_serves_grammars_and_takes_the_grammar_along() -> None:
     async def body() -> None:
         router = await Router().start()
         address = (router.address,)
-        first, plain, second = FakeWorker(address, grammars=True), FakeWorker(address), FakeWorker(address, grammars=True)
-        able, unable = FakeWorker(address, Role.PREFILL, grammars=True), FakeWorker(address, Role.PREFILL)
+        first, plain, second = (
+            FakeWorker(address, grammars=ALL_GRAMMARS),
+            FakeWorker(address),
+            FakeWorker(address, grammars=ALL_GRAMMARS),
+        )
+        able, unable = FakeWorker(address, Role.PREFILL, grammars=ALL_GRAMMARS), FakeWorker(address, Role.PREFILL)
         await fleet(first, plain, second, able, unable, router=router)
         await until(lambda: len(router.engine.workers.members()) == 5)
         asked = [ask(f"r{number}", max_tokens=60) for number in range(4)]
@@ -177,19 +191,19 @@ def test_a_replay_goes_to_a_worker_that_serves_grammars_and_takes_the_grammar_al
 def test_where_nobody_serves_grammars_the_client_is_told_so_and_a_stream_waits_for_one_that_does() -> None:
     async def body() -> None:
         router = await Router(ReplayConfig(place_wait_s=0.3)).start()
-        plain, able = FakeWorker((router.address,)), FakeWorker((router.address,), grammars=True)
+        plain, able = FakeWorker((router.address,)), FakeWorker((router.address,), grammars=ALL_GRAMMARS)
         await fleet(plain, able, router=router)
         task = asyncio.create_task(collect(router, asked := ask("r1", max_tokens=80)))
         await until(lambda: able.engine.live)
         await able.die()
         await until(lambda: router.linked() == 1)
-        why = rf"no decode or unified worker that is connected serves grammars \(fake @ {plain.address}\); waited \d s: start"
+        why = rf"that is connected serves regex grammars \(fake @ {plain.address}\); waited \d s: start"
         with pytest.raises(Unavailable, match=why):
             await collect(router, ask("r2"))
         assert router.engine.health().ready, "it serves all other requests"
         other = ask("r3", max_tokens=5, grammar=None)
         assert_whole(other, await collect(router, other))
-        again = await FakeWorker((router.address,), grammars=True).start()
+        again = await FakeWorker((router.address,), grammars=ALL_GRAMMARS).start()
         assert_whole(asked, await task)
         assert [request.request_id for request in plain.engine.seen] == ["r3"]
         await stop(router, plain, again)

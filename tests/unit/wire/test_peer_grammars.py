@@ -11,7 +11,7 @@ from jdisagg.api import channels
 from jdisagg.api.peer.codec import encode_down
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import RequestError
-from jdisagg.core.requests import Grammar, GrammarKind, SamplingParams
+from jdisagg.core.requests import ALL_GRAMMARS, Grammar, GrammarKind, SamplingParams
 from jdisagg.handoff.events import PeerAlive, PeerOpened
 from jdisagg.handoff.messages import Accepted, Grant, HandoffId, Open, Refused, StreamEnded
 from jdisagg.v1 import peer_pb2_grpc
@@ -45,7 +45,7 @@ def opening(request_id: str = "r", grammar: Grammar | None = GRAMMAR) -> Open:
 
 
 def prefill(grammars: Any, config: TransferConfig = FAST, **who: Any) -> Prefill:
-    p = Prefill(identity(grammars=True, **who), config)
+    p = Prefill(identity(grammars=ALL_GRAMMARS, **who), config)
     p.service._grammars = grammars
     return p
 
@@ -179,14 +179,14 @@ def test_a_d_that_says_nothing_meanwhile_is_given_up() -> None:
 
 def test_a_p_without_grammars_is_not_asked_for_one_and_is_as_good_as_before_for_others() -> None:
     async def body() -> None:
-        p, d = Prefill(identity(grammars=False)), Decode()
+        p, d = Prefill(identity(grammars=frozenset({GrammarKind.LARK}))), Decode()
         address = await p.start()
         d.client.open(address, H1, opening())
         await until(lambda: d.ends(H1))
         (ended,) = d.messages(H1)
         assert isinstance(ended, StreamEnded)
         assert ended.reason == "hello"
-        assert str(ended.error) == f"prefill peer {address}: it does not serve grammars"
+        assert str(ended.error) == f"prefill peer {address}: it does not serve regex grammars"
         assert p.events == []
         assert d.usable(address)
         assert not d.client.is_doubtful(address)
@@ -208,7 +208,7 @@ def test_a_p_without_grammars_is_not_asked_for_one_and_is_as_good_as_before_for_
 
 def test_a_p_that_serves_grammars_since_it_started_again_is_asked() -> None:
     async def body() -> None:
-        p, d = Prefill(identity(epoch="old", grammars=False)), Decode()
+        p, d = Prefill(identity(epoch="old", grammars=frozenset({GrammarKind.LARK}))), Decode()
         address = await p.start()
         d.client.open(address, H1, opening())
         await until(lambda: d.ends(H1))
@@ -228,7 +228,7 @@ def test_a_p_that_serves_grammars_since_it_started_again_is_asked() -> None:
 
 def test_a_p_that_cannot_read_grammars_tells_its_engine_at_once() -> None:
     async def body() -> None:
-        p, d = Prefill(replace(identity(), grammars=True)), Decode()  # it has none to compile: its engine refuses
+        p, d = Prefill(replace(identity(), grammars=ALL_GRAMMARS)), Decode()  # it has none to compile: its engine refuses
         d.client.open(await p.start(), H1, opening())
         await until(p.opened)
         assert p.opened()[0].message.request.sampling.grammar == GRAMMAR
