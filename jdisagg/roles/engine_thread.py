@@ -10,6 +10,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from time import monotonic
 from typing import Any, NoReturn
 
@@ -23,7 +24,7 @@ ANSWER_S = 5.0  # that `call` waits for
 
 
 class EngineBroken(BaseException):
-    """Asked for by a test hook; as no Exception it is no answer to a call."""
+    """It was asked for; as no Exception it is no answer to a call."""
 
 
 class EngineThread:
@@ -78,9 +79,9 @@ class EngineThread:
         """See `is_frozen`."""
         self.is_frozen = not self.is_frozen
 
-    def break_down(self) -> None:
-        """Test hook: the engine raises, as when a step fails."""
-        self.loop.inbox.call(_break_down)
+    def break_down(self, why: str = "a test hook asked for it") -> None:
+        """The engine raises, as when a step fails."""
+        self.loop.inbox.call(partial(_break_down, why))
 
     def _run(self) -> None:
         try:
@@ -106,5 +107,5 @@ class EngineThread:
             return f"no snapshot: {error!r}"
 
 
-def _break_down() -> NoReturn:
-    raise EngineBroken("a test hook asked for it")
+def _break_down(why: str) -> NoReturn:
+    raise EngineBroken(why)

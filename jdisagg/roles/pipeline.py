@@ -58,8 +58,9 @@ class StepPipeline:
 
     @property
     def in_flight(self) -> Plan | None:
-        """The plan the device is working on."""
-        return self._in_flight.plan if self._in_flight else None
+        """The plan the device is working on, or failed at. Any thread may ask."""
+        step = self._in_flight
+        return None if step is None else step.plan
 
     def turn(self, now_s: float, stages: StageClock, listen: Callable[[], None] = lambda: None) -> Turn:
         """Plan and dispatch the next step, then commit the one before; the other way round when that one samples by a grammar.
@@ -71,9 +72,9 @@ class StepPipeline:
         waited_s = step_s = 0.0
         finished: Plan | None = None
         if self._in_flight is not None and self._in_flight.plan.by_grammar:
-            previous, self._in_flight = self._in_flight, None
-            finished = previous.plan
-            outputs, waited_s, step_s = self._finish(previous, now_s, stages, listen)
+            finished = self._in_flight.plan
+            outputs, waited_s, step_s = self._finish(self._in_flight, now_s, stages, listen)
+            self._in_flight = None
         plan = self._scheduler.schedule(now_s)
         host_s = stages.lap(Stage.PLAN)
         dispatched: _Step | None = None
@@ -81,10 +82,10 @@ class StepPipeline:
             dispatched_s = stages.at_s
             dispatched = _Step(plan, self._runner.dispatch(plan), dispatched_s)
             host_s += stages.lap(Stage.DISPATCH)
-        previous, self._in_flight = self._in_flight, dispatched
-        if previous is not None:
-            finished = previous.plan
-            outputs, waited_s, step_s = self._finish(previous, now_s + host_s, stages, listen)
+        if self._in_flight is not None:
+            finished = self._in_flight.plan
+            outputs, waited_s, step_s = self._finish(self._in_flight, now_s + host_s, stages, listen)
+        self._in_flight = dispatched
         return Turn(None if plan.is_empty else plan, outputs, waited_s, host_s, finished, step_s)
 
     def _finish(

@@ -127,9 +127,16 @@ class Deployment:
             )
             self.kv_rings[ring.pool] = ring
             feed = KVEventFeed(core.scheduler.kv_journal(), ring.post, core.metrics)
-        self.engines.append(start_engine(core, role, self._on_crash, feed))
+        self.engines.append(start_engine(core, role, self._crashed, feed))
         self._resets.append(core.scheduler.reset_prefix_cache)
         self._bits.append(core.bits)
+
+    def _crashed(self, error: BaseException) -> None:
+        """The process is about to end: clients of the other engine get their error, too."""
+        for other in self.engines:
+            if not other.is_over:
+                other.break_down(f"the other engine of this process stopped: {type(error).__name__}")
+        self._on_crash(error)
 
     async def reset_prefix_cache(self) -> int:
         """Every engine forgets its cached prefixes; returns how many pages. Raises Unavailable when one does not turn over."""

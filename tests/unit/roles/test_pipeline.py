@@ -10,7 +10,7 @@ import pytest
 from jdisagg.core.requests import EngineRequest, Grammar, GrammarKind, Output, Role
 from jdisagg.roles.pipeline import StepPipeline
 from jdisagg.roles.stages import StageClock
-from jdisagg.sched.plan import PageTable
+from jdisagg.sched.plan import PageTable, Plan, StepResult
 from tests.unit.roles.engine import Engine
 from tests.unit.roles.measured import Ticking
 from tests.unit.sched.engine_fake import expected, request
@@ -26,7 +26,7 @@ class Line:
         self.clock, self.calls, self.committed_s = Ticking(), list[str](), list[float]()
         self.explained: list[tuple[PageTable, int]] = []
         self.engine = Engine(Role.UNIFIED, 24, True)
-        self._pipeline = StepPipeline(self.engine.scheduler, self.engine.runner, self._find_nan)
+        self.pipeline = StepPipeline(self.engine.scheduler, self.engine.runner, self._find_nan)
         self._stages = StageClock(self.engine.metrics, self.clock)
         self._stages.start()
         self._note(self.engine.scheduler, "schedule", PLAN_S)
@@ -55,8 +55,8 @@ class Line:
     def turn(self, now_s: float) -> tuple[list[Output], float, float]:
         """What it brought, what the host needed, what was waited; `calls` are those of this turn."""
         self.calls.clear()
-        turn = self._pipeline.turn(now_s, self._stages, lambda: self.calls.append("listen"))
-        assert self._pipeline.in_flight is turn.plan
+        turn = self.pipeline.turn(now_s, self._stages, lambda: self.calls.append("listen"))
+        assert self.pipeline.in_flight is turn.plan
         assert (turn.finished is not None) == ("commit" in self.calls)
         assert turn.idle == (turn.plan is None and "commit" not in self.calls)
         return turn.outputs, turn.host_s, turn.waited_s
@@ -88,6 +88,25 @@ def test_a_step_that_samples_by_a_grammar_is_committed_before_the_next_one_is_pl
     assert line.committed_s == [200.0 + WAIT_S, 300.0 + WAIT_S]
     while line.calls != ["schedule"]:
         line.turn(400.0)
+
+
+@pytest.mark.parametrize("grammar", [None, GRAMMAR])
+def test_a_step_that_fails_where_it_is_waited_for_is_the_one_that_is_shown(grammar: Grammar | None) -> None:
+    line = Line(request("a", (1, 2, 3), 2, grammar=grammar))
+    line.turn(100.0)
+    failing, pipeline = line.pipeline.in_flight, line.pipeline
+    shown: list[Plan | None] = []
+
+    def fail(handle: Any) -> StepResult:
+        shown.append(pipeline.in_flight)
+        raise RuntimeError("the device is gone")
+
+    line.engine.runner.collect = fail  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        line.turn(200.0)
+    assert failing is not None
+    assert shown == [failing], "also by the watchdog, while it hangs"
+    assert pipeline.in_flight is failing
 
 
 @pytest.mark.parametrize("bad_slots", [{0}, {1}, {0, 1}])

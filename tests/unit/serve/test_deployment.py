@@ -14,13 +14,16 @@ from jdisagg.api.generation.local_engine import LocalEngine
 from jdisagg.api.peer.client import GrpcPeerClient
 from jdisagg.core.bits import are_unlike
 from jdisagg.core.config import CacheConfig, Config, LocalPrefill, TransferConfig
+from jdisagg.core.errors import Unavailable
 from jdisagg.core.fleet import ModelCard
-from jdisagg.core.requests import Role
+from jdisagg.core.requests import Output, Role
 from jdisagg.roles import engine_thread
+from jdisagg.roles.inbox import Submit
 from jdisagg.roles.unified import UnifiedRole
 from jdisagg.serve.deployment import Deployment
 from tests.unit.roles.engine import Engine
 from tests.unit.sched.engine_fake import request
+from tests.unit.waiting import until as until_there
 from tests.unit.wire.rig import WAIT_LIMIT_S, until
 
 CARD = ModelCard(name="m", max_model_len=48, vocab_size=31, eos_token_ids=(0,), fingerprint="f")
@@ -121,6 +124,27 @@ def test_a_process_is_healthy_while_both_turn_over(
         assert "no tick has ended" in front.health().reason
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_clients_of_one_engine_are_told_when_the_other_one_raises(first: int) -> None:
+    engines, crashes = [Engine(Role.UNIFIED, 24, local_prefill=True) for _ in range(2)], list[BaseException]()
+    loop, outputs = asyncio.new_event_loop(), list[Output]()
+    deployment = Deployment(core_of(engines[-1]), loop, crashes.append)
+    for engine in engines:
+        deployment.add_engine(core_of(engine), UnifiedRole(engine.scheduler))
+    for thread in deployment.engines:
+        thread.is_frozen = True
+    engines[1 - first].inbox.post(Submit(request("r", (1, 2, 3), 40), outputs.extend))
+    deployment.engines[first].break_down()
+    for thread in (deployment.engines[first], deployment.engines[1 - first]):
+        thread.is_frozen = False
+        until_there(lambda thread=thread: thread.is_over, "it is over")
+    until_there(lambda: len(crashes) == 2, "the process is told")
+    assert isinstance(outputs[-1].error, Unavailable)
+    assert "the other engine of this process stopped: EngineBroken" in str(crashes[-1])
+    deployment.stop()
+    loop.close()
 
 
 @pytest.mark.parametrize(("enabled", "cache_tokens"), [(True, 23 * 16), (False, 1)])
