@@ -44,6 +44,7 @@ class Tokenizer:
         self._backend = backend
         self.special_tokens = special_tokens(config)
         add_tokens(backend, config)
+        backend.encode_special_tokens = config.get("split_special_tokens") is True  # their names in a text are letters then
         backend.no_truncation()  # both may be saved in tokenizer.json and are for training
         backend.no_padding()
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
@@ -86,7 +87,9 @@ class Tokenizer:
         """Hexadecimal; equal for tokenizers of one vocabulary, one set of special tokens and one chat template, whichever
         version of the library reads them."""
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
-        what = [sorted(vocabulary.items()), sorted(self.special_tokens.items()), sorted(self._templates.items())]
+        what: list[Any] = [sorted(vocabulary.items()), sorted(self.special_tokens.items()), sorted(self._templates.items())]
+        if self._backend.encode_special_tokens:
+            what.append("split_special_tokens")
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> tuple[int, ...]:

@@ -41,9 +41,9 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     for one that has no text."""
     named = {name: text for name in _NAMED if (text := _text(config.get(name))) is not None}
     named |= {key: _checked(text) for key, text in config.items() if key.endswith("_token") and isinstance(text, str)}
-    own = config.get(_UNNAMED[0])
-    if isinstance(own, dict):
-        named |= {name: text for name, entry in own.items() if (text := _text(entry)) is not None}
+    for own in (config.get(_UNNAMED[0]), config.get("model_specific_special_tokens")):  # the latter as transformers 5 saves it
+        if isinstance(own, dict):
+            named |= {name: text for name, entry in own.items() if (text := _text(entry)) is not None}
     return named
 
 

@@ -18,7 +18,7 @@ CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_
 NEW = ("<|im_start|>", "<|im_end|>")
 TEXT = "hello <|im_start|>world<|im_end|> é€x </s> <|IM_START|> <|Im_end|>"
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
-TEMPLATE = {"chat_template": "{{ bos_token }}{{ messages[0].content }}{{ image_token }}{{ eos_token }}"}
+TEMPLATE = {"chat_template": "{{ bos_token }}{{ messages[0].content }}{{ image_token }}{{ image }}{{ eos_token }}"}
 
 
 def token(text: str, **flags: bool) -> dict[str, Any]:
@@ -51,6 +51,8 @@ def size(byte_level: Tokenizer) -> int:
         {CONFIG: {**NAMED, "extra_special_tokens": [*NEW, "</s>"]}},
         {CONFIG: {**NAMED, "extra_special_tokens": {"image_token": NEW[0]}}},
         {CONFIG: {**NAMED, "image_token": NEW[0]}},
+        {CONFIG: {**NAMED, "model_specific_special_tokens": {"image": NEW[0]}}},
+        {CONFIG: {**NAMED, **decoder(0, special=True), "split_special_tokens": True}},
     ],
     ids=lambda files: str(files).replace("é€x", "odd"),  # pytest escapes others anew each time that a process collects them
 )

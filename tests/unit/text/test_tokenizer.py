@@ -280,6 +280,7 @@ def test_a_digest_tells_vocabularies_special_tokens_and_templates_apart(byte_lev
 
     template = "{{ messages[0].content }}"
     raw = json.loads((byte_level_directory / "tokenizer.json").read_text())
+    written = json.loads((byte_level_directory / "tokenizer_config.json").read_text())
     vocabulary = raw["model"]["vocab"]
     (one, first), (two, second) = list(vocabulary.items())[-2:]
     vocabulary |= {one: second, two: first}
@@ -288,12 +289,13 @@ def test_a_digest_tells_vocabularies_special_tokens_and_templates_apart(byte_lev
         digest("template", "chat_template.jinja", template),
         digest("special", "tokenizer_config.json", json.dumps({"pad_token": "<another>"})),
         digest("added", "added_tokens.json", json.dumps({"<more>": 1000})),
+        digest("split", "tokenizer_config.json", json.dumps(written | {"split_special_tokens": True})),
     }
     assert digest("one") == digest("two")
-    config = json.loads((byte_level_directory / "tokenizer_config.json").read_text()) | {"chat_template": template}
-    assert digest("template inside", "tokenizer_config.json", json.dumps(config)) in changed, "wherever it is written"
+    inside = digest("template inside", "tokenizer_config.json", json.dumps(written | {"chat_template": template}))
+    assert inside in changed, "wherever it is written"
     assert digest("one again") not in changed
-    assert len(changed) == 4
+    assert len(changed) == 5
 
 
 def test_a_tokenizer_that_git_left_out_is_called_so(tmp_path: Path) -> None:
