@@ -209,6 +209,8 @@ class Inbound:
 
         Once a first token was delivered, later streams fetch the same KV and their token is ignored, so it must not end
         the request at P before the KV was sent. It is not added to the request, whose KV would be another: P hears of it.
+
+        Who comes again when P is full is shared out among the P that are asked, as it is among the D that a router asks.
         """
         sampling = self.request.sampling
         if self.first is not None:
@@ -217,7 +219,7 @@ class Inbound:
             ends = tuple(dict.fromkeys((*sampling.stop_token_ids, *eos_token_ids)))
             sampling = replace(sampling, ignore_eos=True, stop_token_ids=ends)
         return Open(
-            request=replace(self.request, sampling=sampling),
+            request=replace(self.request, sampling=sampling, num_asked=len(self.ladder.peers)),
             held_tokens=self.held_tokens,
             backend=backend,
             head_shards=head_shards,

@@ -116,7 +116,7 @@ def test_an_error_in_the_place_of_a_token_is_taken_as_a_refusal(error: RequestEr
 def test_once_the_token_was_delivered_the_next_worker_is_asked_for_kv_alone() -> None:
     side = DecodeSide(NEVER, chunk_bytes_per_token=BPT, backend="fake", head_shards=4)
     sampling = replace(asked("r").sampling, stop_token_ids=(5,), logprobs=2, prompt_logprobs=1)
-    wanted = replace(asked("r"), sampling=sampling)
+    wanted = replace(asked("r"), sampling=sampling, num_asked=2)
     opening = only(act.OpenStream, side.start(wanted, 0, ("p", "q"), 0.0)).message
     assert opening == Open(request=wanted, held_tokens=0, backend="fake", head_shards=4, max_piece_tokens=4)
     side.on_message(HandoffId("r", 1), Accepted(cached_tokens=0), 0.0)

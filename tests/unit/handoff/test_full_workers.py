@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -221,3 +222,10 @@ def test_who_is_in_the_middle_of_an_answer_waits_for_no_place(trouble: StreamEnd
     for message in (Accepted(cached_tokens=0), Started(), Done(first=Output(request_id="r", token_ids=(42,)), num_chunks=3)):
         side.on_message(H2, message, 0.0)
     assert only(act.OpenStream, side.on_message(H2, trouble, 1.0)).peer == "p"
+
+
+@pytest.mark.parametrize("peers", [("p",), ("p", "q", "s")])
+def test_a_full_worker_shares_out_who_comes_again_among_those_that_compute_prompts(peers: tuple[str, ...]) -> None:
+    side = decode_side()
+    opening = only(act.OpenStream, side.start(replace(request(), num_asked=16), 0, peers, 0.0)).message
+    assert opening.request.num_asked == len(peers), "16 decode workers may ask the same one"
