@@ -17,6 +17,7 @@ from jdisagg.handoff.messages import HandoffId
 
 LONGEST_S = 8.0  # of what a P says
 SPREAD = 0.5  # of that, so that those that were refused together do not come back together
+LEAST_S = 2.0  # of half of what is left of a request: thousands with one deadline would come more and more often before it
 _TURN = itemgetter(0)
 
 
@@ -24,7 +25,7 @@ def wait_s(handoff: HandoffId, told_s: float, left_s: float) -> float:
     """Seconds for which the P that refused `handoff`, and said when to come again, is not asked; `left_s`: until its deadline,
     which allows for more tries."""
     lot = blake2b(f"{handoff.request_id} {handoff.serial}".encode(), digest_size=4).digest()
-    return min(min(told_s, LONGEST_S) * (1 + SPREAD * int.from_bytes(lot) / 2**32), left_s / 2)
+    return min(told_s, LONGEST_S, max(left_s / 2, LEAST_S)) * (1 + SPREAD * int.from_bytes(lot) / 2**32)
 
 
 class FullPeers:

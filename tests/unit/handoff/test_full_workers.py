@@ -12,7 +12,7 @@ from jdisagg.core.errors import HandoffLost, InvalidRequest, Overloaded, Unavail
 from jdisagg.core.requests import Output
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.decode_side import DecodeSide
-from jdisagg.handoff.full_peers import LONGEST_S, SPREAD
+from jdisagg.handoff.full_peers import LEAST_S, LONGEST_S, SPREAD
 from jdisagg.handoff.messages import Accepted, Done, HandoffId, Quiet, Refused, Started, StreamEnded
 from tests.unit.handoff.rig import DEAD, H2, NEVER, H, decode_side, none_of, only, request, stages
 
@@ -60,8 +60,21 @@ def test_those_that_were_refused_together_do_not_come_back_together() -> None:
     assert max(gaps) < 0.1 * LONGEST_S
 
 
-def test_a_full_worker_is_asked_more_often_where_little_time_is_left() -> None:
-    assert refused_again_and_again(30.0, 3, deadline_s=8.0) == [4.0, 2.0, 1.0]
+def test_a_full_worker_is_asked_more_often_where_little_time_is_left_but_not_without_end() -> None:
+    side, now_s, waits = decode_side(), 0.0, []
+    side.start(request(deadline_s=16.0), 0, ("p",), 0.0)
+    for serial in itertools.count(1):
+        side.on_message(HandoffId("r", serial), Refused(error=Overloaded("full", retry_after_s=30.0)), now_s)
+        began_s = now_s
+        while not (actions := side.tick(now_s)):
+            now_s += 1 / 64
+        if not none_of(act.Fail, actions):
+            break
+        waits.append((16.0 - began_s, now_s - began_s))
+    assert len(waits) == 2
+    for left_s, wait_s in waits:
+        least_s = max(left_s / 2, LEAST_S)
+        assert least_s <= wait_s <= least_s * (1 + SPREAD) + 1 / 32
 
 
 def test_each_full_worker_has_the_time_that_it_named() -> None:
