@@ -103,14 +103,13 @@ class Recovery:
         stream, lost = record.stream, record.stream.peer
         if no_kv:
             self._bad_lines[lost] = stream.line
+        record.ladder.failed(lost, error)
+        _look_for_room(record, now_s)
         if record.doubted is not None:
-            record.ladder.failed(lost, error)
             return self._hedge_again(record, record.doubted, now_s)
         actions = record.hang_up()
         if no_kv:
             actions.append(act.NoKV(lost, cause))
-        record.ladder.failed(lost, error)
-        _look_for_room(record, now_s)
         refused = is_unfit(error)
         if peer := record.ladder.next_or_new_peer():
             note = replace(record.note("other_prefill", stream, cause), refused=refused)

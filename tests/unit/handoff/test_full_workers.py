@@ -227,6 +227,15 @@ def test_a_full_worker_whose_time_is_over_is_asked_at_once_when_the_other_one_is
     assert only(act.OpenStream, side.on_message(H2, trouble, 4.0)).peer == "p"
 
 
+def test_a_full_worker_whose_time_is_over_is_asked_at_once_when_one_is_lost_that_was_asked_for_a_quiet_one() -> None:
+    side = decode_side()
+    side.start(request(), 0, ("p", "q", "s"), 0.0)
+    side.on_message(H, Refused(error=Overloaded("full", retry_after_s=2.0)), 0.0)
+    side.on_message(H2, Accepted(cached_tokens=0), 0.0)
+    assert only(act.OpenStream, side.on_message(H2, Quiet(seconds=0.7), 1.0)).peer == "s", "it has had no time yet"
+    assert only(act.OpenStream, side.on_message(HandoffId("r", 3), DEAD, 4.0)).peer == "p"
+
+
 @pytest.mark.parametrize("trouble", [DEAD, Quiet(seconds=0.7)])
 def test_who_is_in_the_middle_of_an_answer_waits_for_no_place(trouble: StreamEnded | Quiet) -> None:
     side = decode_side()
