@@ -18,7 +18,7 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from jdisagg.core.errors import RequestError, Unavailable
+from jdisagg.core.errors import Overloaded, RequestError, Unavailable
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.record import RequestRecord
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance
@@ -31,6 +31,7 @@ from jdisagg.roles.gauge_share import GaugeShare
 from jdisagg.roles.inbox import Message
 from jdisagg.roles.kv_borrowing import KVBorrowing
 from jdisagg.roles.ports import Runner
+from jdisagg.roles.queue_shares import QueueShares
 from jdisagg.sched.plan import Plan
 from jdisagg.sched.scheduler import Scheduler
 from jdisagg.transfer.base import PieceArrived, PieceFailed, Published, PublishFailed
@@ -70,6 +71,7 @@ class PrefillRole:
         self._num_computed = Counter[str]()  # tokens in steps so far, by engine request id, until the hand-off is over
         self._opened: dict[HandoffId, PeerOpened] = {}  # live hand-offs, as their D opened them
         self._full_pool = FullPool()
+        self._shares = QueueShares()
 
     def admit(self, request: EngineRequest, now_s: float) -> None:
         """Only the self-test comes this way: a prompt whose KV nobody fetches."""
@@ -224,6 +226,7 @@ class PrefillRole:
                     self._publishers.discard(key)
                 case act.ReleaseRequest(engine_request_id=request_id):
                     self._full_pool.closed(request_id)
+                    self._shares.closed(request_id)
                     self._borrowing.release(request_id)
                     self._scheduler.release(request_id)
                     self._num_computed.pop(request_id, None)
@@ -232,12 +235,16 @@ class PrefillRole:
 
     def _admit(self, admit: act.Admit, now_s: float) -> None:
         handoff, request = admit.handoff, admit.request
+        receiver = self._opened[handoff].peer
         try:
-            self._scheduler.add(request, now_s, goes_on=admit.goes_on)
+            self._scheduler.add(request, now_s, goes_on=admit.goes_on, kept=self._shares.num_kept(receiver, now_s))
         except RequestError as error:
+            if isinstance(error, Overloaded):
+                self._shares.refused(receiver, now_s)
             self._execute(self._handoffs.on_refused(handoff, error), now_s)
             return
-        self._full_pool.opened(request.request_id, self._opened[handoff].peer)
+        self._full_pool.opened(request.request_id, receiver)
+        self._shares.opened(request.request_id, receiver)
         self._borrowing.consider(admit, now_s)
         self._records[request.request_id] = self._record(request, now_s)
         cached_tokens = self._scheduler.held_tokens(request.request_id)

@@ -38,7 +38,15 @@ class Arrivals:
         self.is_draining = False
 
     def add(
-        self, request: EngineRequest, now_s: float, *, remote: bool, held_limit: int | None, is_open: bool, goes_on: bool
+        self,
+        request: EngineRequest,
+        now_s: float,
+        *,
+        remote: bool,
+        held_limit: int | None,
+        is_open: bool,
+        goes_on: bool,
+        kept: int,
     ) -> None:
         """As Scheduler.add."""
         if self.is_draining:
@@ -59,7 +67,7 @@ class Arrivals:
                 self._forecast.check(request, order, now_s)
             # a choice that waits for its sibling takes no place of its own
             group = request.fork_group if decodes and may_wait(request, remote=remote) else ""
-            self._queue_limit.admit(now_s, goes_on=begun, num_asked=request.num_asked, group=group)
+            self._queue_limit.admit(now_s, goes_on=begun, num_asked=request.num_asked, group=group, kept=kept)
             self._forecast.added(now_s)
         sequence = Sequence(
             request=request,

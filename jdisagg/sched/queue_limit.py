@@ -37,12 +37,14 @@ class QueueLimit:
         self._retry_times = RetryTimes()
         self._promised_s: dict[str, float] = {}  # to latest groups, when their place comes free
 
-    def admit(self, now_s: float, *, goes_on: bool = False, num_asked: int = 1, group: str = "") -> None:
+    def admit(self, now_s: float, *, goes_on: bool = False, num_asked: int = 1, group: str = "", kept: int = 0) -> None:
         """One more waits from now on. Raises Overloaded with `retry_after_s` when the queue is full, as one of `num_asked`, but
         for a stream that `goes_on` after another worker: its client has seen some of it, and was promised the rest. All of one
-        `group` would take one place: the first of them to be refused is promised one, the others hear of the same."""
+        `group` would take one place: the first of them to be refused is promised one, the others hear of the same.
+        `kept`: so many free places are others', of half of the queue at most: it shall not run dry."""
         num_waiting = self._count() - self._num_expected()
-        if goes_on or num_waiting < self._max_queue_len:
+        kept = min(kept, self._max_queue_len // 2)
+        if goes_on or num_waiting < self._max_queue_len - kept:
             self._num_added += 1
             return
         if (promised_s := self._promised_s.get(group, now_s)) > now_s:
@@ -51,8 +53,9 @@ class QueueLimit:
             retry_after_s = self._retry_times.retry_after_s(now_s, now_s, self._seconds_per_place(now_s), num_asked)
         if group:
             remember(self._promised_s, group, now_s + retry_after_s, MOST_GROUPS)
+        others = "" if num_waiting >= self._max_queue_len else ", and the last places are for others"
         raise Overloaded(
-            f"{num_waiting} requests are waiting, max_queue_len is {self._max_queue_len}; "
+            f"{num_waiting} requests are waiting, max_queue_len is {self._max_queue_len}{others}; "
             f"retry in {retry_after_s:.1f} s or add a worker",
             retry_after_s=retry_after_s,
         )

@@ -245,6 +245,7 @@ class World:
         assert self.borrower.is_idle, self.borrower.snapshot()
         role = self.prefill_role
         assert remembered(role, role._publishers, role._full_pool, self.borrowing) == []
+        assert not role._shares._receivers
 
 
 def two_full_pools() -> World:
