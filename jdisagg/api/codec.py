@@ -42,6 +42,7 @@ from jdisagg.core.requests import (
     SamplingParams,
     TokenLogprob,
 )
+from jdisagg.core.speed import Speed
 from jdisagg.core.told import MOST_CHARACTERS, told
 from jdisagg.core.trace import read_traceparent
 from jdisagg.v1 import common_pb2
@@ -141,6 +142,20 @@ def error_from_rpc(error: grpc.aio.AioRpcError, what: str) -> RequestError:
         retry_after_s = read_retry_after_s(error)
         return Overloaded(message) if retry_after_s is None else Overloaded(message, retry_after_s=retry_after_s)
     return _ERROR_BY_NAME.get(name, Unavailable)(message)
+
+
+# --- workers
+
+
+def encode_speed(speed: Speed | None) -> common_pb2.Speed | None:
+    """None is not sent."""
+    return None if speed is None else encode_fields(speed, common_pb2.Speed)
+
+
+def decode_speed(message: common_pb2.Speed) -> Speed | None:
+    """None where it is absent, and where it is none: others divide by it."""
+    speed = decode_fields(message, Speed)
+    return speed if 0.0 <= speed.least <= speed.most and 0.0 < speed.most < math.inf else None
 
 
 # --- requests

@@ -7,6 +7,7 @@ from enum import Enum
 
 from jdisagg.core.fingerprint import Parts
 from jdisagg.core.requests import GrammarKind, Role
+from jdisagg.core.speed import Speed
 
 MAX_PREFILL_PEERS = 4  # that one request may try
 SUSPECT_S = 5.0  # how long others are asked before a worker that failed, by routers, and by D before a P it could not reach
@@ -24,6 +25,7 @@ class Load:
     free_pages: int = 0
     total_pages: int = 0
     pending_prefill_tokens: int = 0
+    speed: Speed | None = None  # at which a prefill worker computes those; None = it has not seen, or is too old to say
 
 
 @dataclass(frozen=True, slots=True)

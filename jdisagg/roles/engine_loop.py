@@ -102,7 +102,7 @@ class EngineLoop:
         outputs += self._role.after_step(turn.plan, expired + turn.outputs, ended_s)
         stages.lap(Stage.PEERS)
         self._mark(turn.plan, now_s)
-        self._observer.observe(turn, self.num_unfinished)
+        self._observer.observe(turn, self.num_unfinished, ended_s)
         self._deliver(outputs, ended_s)
         idle = turn.idle and not had_messages
         is_empty = turn.idle and self._scheduler.is_idle() and self._role.is_idle

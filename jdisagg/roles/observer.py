@@ -7,9 +7,11 @@ from dataclasses import replace
 from jdisagg.core.fleet import Load
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Role
+from jdisagg.core.speed import Speed
 from jdisagg.roles.gauge_share import GaugeShare
 from jdisagg.roles.kv_feed import KVEventFeed
 from jdisagg.roles.pipeline import Turn
+from jdisagg.roles.speed_seen import SpeedSeen
 from jdisagg.sched.plan import Plan
 from jdisagg.sched.scheduler import Scheduler
 
@@ -22,20 +24,29 @@ class TickObserver:
     Two engines of one process (colocated) add up.
     """
 
-    def __init__(self, scheduler: Scheduler, metrics: Metrics, role: Role, kv_feed: KVEventFeed | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        metrics: Metrics,
+        role: Role,
+        kv_feed: KVEventFeed | None = None,
+        speed: SpeedSeen | None = None,
+    ) -> None:
+        """`speed`: of a prefill worker, whose load tells it."""
         self.load = Load()
         self._scheduler = scheduler
         self._metrics = metrics
         self._role = role
         self._kv_feed = kv_feed
+        self._speed = speed
         self._pending_age = 0  # ticks
         self._seen = replace(scheduler.stats)
         self._requests = {state: GaugeShare(metrics.requests.live.labels(state=state)) for state in scheduler.counts()}
         self._free_pages, self._used_pages = GaugeShare(metrics.cache.pages_free), GaugeShare(metrics.cache.pages_used)
         self._host_tokens = GaugeShare(metrics.cache.host_held)
 
-    def observe(self, turn: Turn, num_unfinished: int) -> None:
-        """After a tick; `num_unfinished`: requests of clients and of other workers."""
+    def observe(self, turn: Turn, num_unfinished: int, now_s: float) -> None:
+        """After a tick, which ended at `now_s`; `num_unfinished`: requests of clients and of other workers."""
         scheduler, metrics = self._scheduler, self._metrics
         counts = scheduler.counts()
         for state, count in counts.items():
@@ -51,6 +62,7 @@ class TickObserver:
             free_pages=free,
             total_pages=total,
             pending_prefill_tokens=self._pending(counts) if self._role is Role.PREFILL else 0,
+            speed=self._told_speed(turn, now_s),
         )
         if turn.plan is not None and turn.plan.decode:
             metrics.engine.dispatched_decode_steps.inc(turn.plan.num_steps)
@@ -67,6 +79,13 @@ class TickObserver:
             return self.load.pending_prefill_tokens
         self._pending_age = 0
         return self._scheduler.pending_prefill_tokens
+
+    def _told_speed(self, turn: Turn, now_s: float) -> Speed | None:
+        if self._speed is None:
+            return None
+        if turn.finished is not None and _phase(turn.finished) == "prefill":
+            self._speed.add(turn.finished.num_tokens, turn.step_s, now_s)
+        return self._speed.told(now_s)
 
     def _count(self) -> None:
         now, seen, metrics = self._scheduler.stats, self._seen, self._metrics

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from jdisagg.core.requests import Output
+from jdisagg.core.speed import Speed
 from jdisagg.handoff.messages import DecodeToPrefill, HandoffId, Open
 from jdisagg.sched.plan import PageTable, Plan, StepResult
 from jdisagg.transfer.base import Piece
@@ -63,6 +64,10 @@ class PeerClient(Protocol):
     def is_unlike(self, peer: str) -> bool:
         """The peer is known to compute other bits than this worker, see `jdisagg.core.bits`."""
         return False
+
+    def speed(self, peer: str) -> Speed | None:
+        """At which the peer computes prompts, as far as is known, see `jdisagg.core.speed`."""
+        return None
 
     def no_kv(self, peer: str, why: str) -> None:
         """The peer answers, and what it publishes does not come: it is doubtful for a while."""

@@ -85,6 +85,7 @@ def _add_prefill(deployment: Deployment, address: str, credentials: Credentials,
         config=core.config.transfer,
         grammars=core.grammars,
         is_over=lambda: any(engine.is_over for engine in deployment.engines),
+        speed=lambda: deployment.front.loop.load.speed if deployment.engines else None,
     )
     role = prefill_role(core, backends.publishers, _borrowed(deployment, credentials))
     deployment.closers.append(backends.publishers.close)

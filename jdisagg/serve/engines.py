@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from jdisagg.core.metrics import Metrics
+from jdisagg.core.requests import Role
 from jdisagg.engine.nan_search import NanSearch
 from jdisagg.handoff.borrower import Borrower
 from jdisagg.handoff.decode_side import DecodeSide
@@ -25,6 +26,7 @@ from jdisagg.roles.peer_choice import KnownPeers
 from jdisagg.roles.pipeline import StepPipeline
 from jdisagg.roles.ports import PeerClient
 from jdisagg.roles.prefill import PrefillRole
+from jdisagg.roles.speed_seen import SpeedSeen
 from jdisagg.serve.engine_core import Core
 from jdisagg.transfer.base import Fetcher, Publisher
 from jdisagg.transfer.choice import PublisherSet
@@ -36,6 +38,7 @@ OnCrash = Callable[[BaseException], None]
 
 def start_engine(core: Core, role: EngineRole, on_crash: OnCrash, kv_feed: KVEventFeed | None) -> EngineThread:
     """The engine's thread, running. `kv_feed`: told of cache changes after every tick."""
+    speed = SpeedSeen(core.config.scheduler.max_num_batched_tokens) if core.role is Role.PREFILL else None
     loop = EngineLoop(
         scheduler=core.scheduler,
         pipeline=StepPipeline(core.scheduler, core.runner, NanSearch(core.runner.export_tokens, core.runner.chunk_tokens)),
@@ -43,7 +46,7 @@ def start_engine(core: Core, role: EngineRole, on_crash: OnCrash, kv_feed: KVEve
         inbox=core.inbox,
         streams=core.streams,
         metrics=core.metrics,
-        observer=TickObserver(core.scheduler, core.metrics, core.role, kv_feed),
+        observer=TickObserver(core.scheduler, core.metrics, core.role, kv_feed, speed),
         worker=core.worker,
         slow_request_s=core.config.server.slow_request_s,
     )

@@ -197,3 +197,11 @@ class Output(_message.Message):
     cached_tokens: int
     provenance: Provenance
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[_Union[RequestFailure, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., provenance: _Optional[_Union[Provenance, _Mapping]] = ...) -> None: ...
+
+class Speed(_message.Message):
+    __slots__ = ("least", "most")
+    LEAST_FIELD_NUMBER: _ClassVar[int]
+    MOST_FIELD_NUMBER: _ClassVar[int]
+    least: float
+    most: float
+    def __init__(self, least: _Optional[float] = ..., most: _Optional[float] = ...) -> None: ...

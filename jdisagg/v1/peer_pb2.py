@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from jdisagg.v1 import common_pb2 as jdisagg_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15jdisagg/v1/peer.proto\x12\njdisagg.v1\x1a\x17jdisagg/v1/common.proto\"\x88\x01\n\nCacheGroup\x12\x12\n\nnum_layers\x18\x01 \x01(\x05\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\x05\x12\x10\n\x08\x66\x65\x61tures\x18\x03 \x01(\x05\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0c\n\x04kind\x18\x05 \x01(\t\x12\x0e\n\x06window\x18\x06 \x01(\x05\x12\x11\n\tpage_size\x18\x07 \x01(\x05\">\n\x04Rank\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x12\n\nhead_begin\x18\x02 \x01(\x05\x12\x10\n\x08head_end\x18\x03 \x01(\x05\"c\n\x0fTransferBackend\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x1f\n\x17num_transport_addresses\x18\x03 \x01(\x05\x12\x10\n\x08\x65ndpoint\x18\x04 \x01(\t\".\n\x0f\x46ingerprintPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\"\xf9\x02\n\x08Identity\x12\x14\n\x0cmin_protocol\x18\x01 \x01(\x05\x12\x14\n\x0cmax_protocol\x18\x02 \x01(\x05\x12\r\n\x05\x62uild\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x0e\n\x06worker\x18\x05 \x01(\t\x12\r\n\x05\x65poch\x18\x06 \x01(\t\x12&\n\x06groups\x18\x07 \x03(\x0b\x32\x16.jdisagg.v1.CacheGroup\x12\x1f\n\x05ranks\x18\x08 \x03(\x0b\x32\x10.jdisagg.v1.Rank\x12-\n\x08\x62\x61\x63kends\x18\t \x03(\x0b\x32\x1b.jdisagg.v1.TransferBackend\x12\x36\n\x11\x66ingerprint_parts\x18\n \x03(\x0b\x32\x1b.jdisagg.v1.FingerprintPart\x12\x10\n\x08grammars\x18\x0b \x01(\x08\x12\x0c\n\x04\x62its\x18\x0c \x01(\t\x12.\n\rgrammar_kinds\x18\r \x03(\x0e\x32\x17.jdisagg.v1.GrammarKind\"6\n\x0cHelloRequest\x12&\n\x08identity\x18\x01 \x01(\x0b\x32\x14.jdisagg.v1.Identity\"l\n\rHelloResponse\x12&\n\x08identity\x18\x01 \x01(\x0b\x32\x14.jdisagg.v1.Identity\x12\x10\n\x08protocol\x18\x02 \x01(\x05\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\"#\n\x05Range\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\x05\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x05\"\xee\x01\n\x04Open\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.jdisagg.v1.EngineRequest\x12\x13\n\x0bheld_tokens\x18\x02 \x01(\x05\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x04 \x01(\t\x12\x18\n\x10max_piece_tokens\x18\x05 \x01(\x05\x12\x10\n\x08\x62\x61\x63kends\x18\x06 \x03(\t\x12\x13\n\x0bhead_shards\x18\x07 \x01(\x05\x12\r\n\x05pulse\x18\x08 \x01(\t\x12$\n\x07lending\x18\n \x01(\x0b\x32\x13.jdisagg.v1.Lending\x12\x0f\n\x07goes_on\x18\x0b \x01(\x08\":\n\x07Lending\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\"\x1d\n\x05Grant\x12\x14\n\x0c\x63redit_bytes\x18\x01 \x01(\x03\"\x12\n\x03\x41\x63k\x12\x0b\n\x03key\x18\x01 \x01(\t\"n\n\x04Want\x12 \n\x05range\x18\x01 \x01(\x0b\x32\x11.jdisagg.v1.Range\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\r\n\x05group\x18\x03 \x01(\x05\x12\x0f\n\x07\x62\x61\x63kend\x18\x04 \x01(\t\x12\x14\n\x0cpiece_tokens\x18\n \x01(\x05\"\xc2\x02\n\x0ePrefillRequest\x12 \n\x04open\x18\x01 \x01(\x0b\x32\x10.jdisagg.v1.OpenH\x00\x12\"\n\x05grant\x18\x02 \x01(\x0b\x32\x11.jdisagg.v1.GrantH\x00\x12\x1e\n\x03\x61\x63k\x18\x03 \x01(\x0b\x32\x0f.jdisagg.v1.AckH\x00\x12 \n\x04want\x18\x04 \x01(\x0b\x32\x10.jdisagg.v1.WantH\x00\x12\x39\n\theartbeat\x18\x05 \x01(\x0b\x32$.jdisagg.v1.PrefillRequest.HeartbeatH\x00\x12-\n\x0b\x63hunk_ready\x18\n \x01(\x0b\x32\x16.jdisagg.v1.ChunkReadyH\x00\x12(\n\x08\x64\x65\x63lined\x18\x0b \x01(\x0b\x32\x14.jdisagg.v1.DeclinedH\x00\x1a\x0b\n\tHeartbeatB\x07\n\x05\x65vent\"\x1a\n\x08\x44\x65\x63lined\x12\x0e\n\x06reason\x18\x01 \x01(\t\"!\n\x08\x41\x63\x63\x65pted\x12\x15\n\rcached_tokens\x18\x01 \x01(\x05\"\t\n\x07Started\"\x08\n\x06Parked\"\xaf\x01\n\nChunkReady\x12\x0b\n\x03key\x18\x01 \x01(\t\x12 \n\x05range\x18\x02 \x01(\x0b\x32\x11.jdisagg.v1.Range\x12\r\n\x05group\x18\x03 \x01(\x05\x12\r\n\x05shape\x18\x04 \x03(\x05\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x11\n\tnum_bytes\x18\x06 \x01(\x03\x12\x10\n\x08\x63hecksum\x18\x07 \x01(\x06\x12\x0f\n\x07\x62\x61\x63kend\x18\x08 \x01(\t\x12\x0f\n\x07locator\x18\t \x01(\t\"=\n\x04\x44one\x12!\n\x05\x66irst\x18\x01 \x01(\x0b\x32\x12.jdisagg.v1.Output\x12\x12\n\nnum_chunks\x18\x02 \x01(\x05\"4\n\x07Refused\x12)\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x1a.jdisagg.v1.RequestFailure\"\xba\x03\n\x0fPrefillResponse\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.jdisagg.v1.AcceptedH\x00\x12-\n\x0b\x63hunk_ready\x18\x02 \x01(\x0b\x32\x16.jdisagg.v1.ChunkReadyH\x00\x12 \n\x04\x64one\x18\x03 \x01(\x0b\x32\x10.jdisagg.v1.DoneH\x00\x12&\n\x07refused\x18\x04 \x01(\x0b\x32\x13.jdisagg.v1.RefusedH\x00\x12 \n\x04want\x18\x05 \x01(\x0b\x32\x10.jdisagg.v1.WantH\x00\x12:\n\theartbeat\x18\x06 \x01(\x0b\x32%.jdisagg.v1.PrefillResponse.HeartbeatH\x00\x12&\n\x07started\x18\x07 \x01(\x0b\x32\x13.jdisagg.v1.StartedH\x00\x12$\n\x06parked\x18\x08 \x01(\x0b\x32\x12.jdisagg.v1.ParkedH\x00\x12\"\n\x05grant\x18\n \x01(\x0b\x32\x11.jdisagg.v1.GrantH\x00\x12\x1e\n\x03\x61\x63k\x18\x0b \x01(\x0b\x32\x0f.jdisagg.v1.AckH\x00\x1a\x0b\n\tHeartbeatB\x07\n\x05\x65vent\"/\n\x0c\x46\x65tchRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x12\n\npart_bytes\x18\x02 \x01(\x05\"\x1d\n\rFetchResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x32\xd3\x01\n\x0bPeerService\x12<\n\x05Hello\x12\x18.jdisagg.v1.HelloRequest\x1a\x19.jdisagg.v1.HelloResponse\x12\x46\n\x07Prefill\x12\x1a.jdisagg.v1.PrefillRequest\x1a\x1b.jdisagg.v1.PrefillResponse(\x01\x30\x01\x12>\n\x05\x46\x65tch\x12\x18.jdisagg.v1.FetchRequest\x1a\x19.jdisagg.v1.FetchResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15jdisagg/v1/peer.proto\x12\njdisagg.v1\x1a\x17jdisagg/v1/common.proto\"\x88\x01\n\nCacheGroup\x12\x12\n\nnum_layers\x18\x01 \x01(\x05\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\x05\x12\x10\n\x08\x66\x65\x61tures\x18\x03 \x01(\x05\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0c\n\x04kind\x18\x05 \x01(\t\x12\x0e\n\x06window\x18\x06 \x01(\x05\x12\x11\n\tpage_size\x18\x07 \x01(\x05\">\n\x04Rank\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x12\n\nhead_begin\x18\x02 \x01(\x05\x12\x10\n\x08head_end\x18\x03 \x01(\x05\"c\n\x0fTransferBackend\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x1f\n\x17num_transport_addresses\x18\x03 \x01(\x05\x12\x10\n\x08\x65ndpoint\x18\x04 \x01(\t\".\n\x0f\x46ingerprintPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\"\xf9\x02\n\x08Identity\x12\x14\n\x0cmin_protocol\x18\x01 \x01(\x05\x12\x14\n\x0cmax_protocol\x18\x02 \x01(\x05\x12\r\n\x05\x62uild\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x0e\n\x06worker\x18\x05 \x01(\t\x12\r\n\x05\x65poch\x18\x06 \x01(\t\x12&\n\x06groups\x18\x07 \x03(\x0b\x32\x16.jdisagg.v1.CacheGroup\x12\x1f\n\x05ranks\x18\x08 \x03(\x0b\x32\x10.jdisagg.v1.Rank\x12-\n\x08\x62\x61\x63kends\x18\t \x03(\x0b\x32\x1b.jdisagg.v1.TransferBackend\x12\x36\n\x11\x66ingerprint_parts\x18\n \x03(\x0b\x32\x1b.jdisagg.v1.FingerprintPart\x12\x10\n\x08grammars\x18\x0b \x01(\x08\x12\x0c\n\x04\x62its\x18\x0c \x01(\t\x12.\n\rgrammar_kinds\x18\r \x03(\x0e\x32\x17.jdisagg.v1.GrammarKind\"6\n\x0cHelloRequest\x12&\n\x08identity\x18\x01 \x01(\x0b\x32\x14.jdisagg.v1.Identity\"\x8e\x01\n\rHelloResponse\x12&\n\x08identity\x18\x01 \x01(\x0b\x32\x14.jdisagg.v1.Identity\x12\x10\n\x08protocol\x18\x02 \x01(\x05\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12 \n\x05speed\x18\x05 \x01(\x0b\x32\x11.jdisagg.v1.Speed\"#\n\x05Range\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\x05\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x05\"\xee\x01\n\x04Open\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.jdisagg.v1.EngineRequest\x12\x13\n\x0bheld_tokens\x18\x02 \x01(\x05\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x04 \x01(\t\x12\x18\n\x10max_piece_tokens\x18\x05 \x01(\x05\x12\x10\n\x08\x62\x61\x63kends\x18\x06 \x03(\t\x12\x13\n\x0bhead_shards\x18\x07 \x01(\x05\x12\r\n\x05pulse\x18\x08 \x01(\t\x12$\n\x07lending\x18\n \x01(\x0b\x32\x13.jdisagg.v1.Lending\x12\x0f\n\x07goes_on\x18\x0b \x01(\x08\":\n\x07Lending\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\"\x1d\n\x05Grant\x12\x14\n\x0c\x63redit_bytes\x18\x01 \x01(\x03\"\x12\n\x03\x41\x63k\x12\x0b\n\x03key\x18\x01 \x01(\t\"n\n\x04Want\x12 \n\x05range\x18\x01 \x01(\x0b\x32\x11.jdisagg.v1.Range\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\r\n\x05group\x18\x03 \x01(\x05\x12\x0f\n\x07\x62\x61\x63kend\x18\x04 \x01(\t\x12\x14\n\x0cpiece_tokens\x18\n \x01(\x05\"\xc2\x02\n\x0ePrefillRequest\x12 \n\x04open\x18\x01 \x01(\x0b\x32\x10.jdisagg.v1.OpenH\x00\x12\"\n\x05grant\x18\x02 \x01(\x0b\x32\x11.jdisagg.v1.GrantH\x00\x12\x1e\n\x03\x61\x63k\x18\x03 \x01(\x0b\x32\x0f.jdisagg.v1.AckH\x00\x12 \n\x04want\x18\x04 \x01(\x0b\x32\x10.jdisagg.v1.WantH\x00\x12\x39\n\theartbeat\x18\x05 \x01(\x0b\x32$.jdisagg.v1.PrefillRequest.HeartbeatH\x00\x12-\n\x0b\x63hunk_ready\x18\n \x01(\x0b\x32\x16.jdisagg.v1.ChunkReadyH\x00\x12(\n\x08\x64\x65\x63lined\x18\x0b \x01(\x0b\x32\x14.jdisagg.v1.DeclinedH\x00\x1a\x0b\n\tHeartbeatB\x07\n\x05\x65vent\"\x1a\n\x08\x44\x65\x63lined\x12\x0e\n\x06reason\x18\x01 \x01(\t\"!\n\x08\x41\x63\x63\x65pted\x12\x15\n\rcached_tokens\x18\x01 \x01(\x05\"\t\n\x07Started\"\x08\n\x06Parked\"\xaf\x01\n\nChunkReady\x12\x0b\n\x03key\x18\x01 \x01(\t\x12 \n\x05range\x18\x02 \x01(\x0b\x32\x11.jdisagg.v1.Range\x12\r\n\x05group\x18\x03 \x01(\x05\x12\r\n\x05shape\x18\x04 \x03(\x05\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x11\n\tnum_bytes\x18\x06 \x01(\x03\x12\x10\n\x08\x63hecksum\x18\x07 \x01(\x06\x12\x0f\n\x07\x62\x61\x63kend\x18\x08 \x01(\t\x12\x0f\n\x07locator\x18\t \x01(\t\"=\n\x04\x44one\x12!\n\x05\x66irst\x18\x01 \x01(\x0b\x32\x12.jdisagg.v1.Output\x12\x12\n\nnum_chunks\x18\x02 \x01(\x05\"4\n\x07Refused\x12)\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x1a.jdisagg.v1.RequestFailure\"\xba\x03\n\x0fPrefillResponse\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.jdisagg.v1.AcceptedH\x00\x12-\n\x0b\x63hunk_ready\x18\x02 \x01(\x0b\x32\x16.jdisagg.v1.ChunkReadyH\x00\x12 \n\x04\x64one\x18\x03 \x01(\x0b\x32\x10.jdisagg.v1.DoneH\x00\x12&\n\x07refused\x18\x04 \x01(\x0b\x32\x13.jdisagg.v1.RefusedH\x00\x12 \n\x04want\x18\x05 \x01(\x0b\x32\x10.jdisagg.v1.WantH\x00\x12:\n\theartbeat\x18\x06 \x01(\x0b\x32%.jdisagg.v1.PrefillResponse.HeartbeatH\x00\x12&\n\x07started\x18\x07 \x01(\x0b\x32\x13.jdisagg.v1.StartedH\x00\x12$\n\x06parked\x18\x08 \x01(\x0b\x32\x12.jdisagg.v1.ParkedH\x00\x12\"\n\x05grant\x18\n \x01(\x0b\x32\x11.jdisagg.v1.GrantH\x00\x12\x1e\n\x03\x61\x63k\x18\x0b \x01(\x0b\x32\x0f.jdisagg.v1.AckH\x00\x1a\x0b\n\tHeartbeatB\x07\n\x05\x65vent\"/\n\x0c\x46\x65tchRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x12\n\npart_bytes\x18\x02 \x01(\x05\"\x1d\n\rFetchResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x32\xd3\x01\n\x0bPeerService\x12<\n\x05Hello\x12\x18.jdisagg.v1.HelloRequest\x1a\x19.jdisagg.v1.HelloResponse\x12\x46\n\x07Prefill\x12\x1a.jdisagg.v1.PrefillRequest\x1a\x1b.jdisagg.v1.PrefillResponse(\x01\x30\x01\x12>\n\x05\x46\x65tch\x12\x18.jdisagg.v1.FetchRequest\x1a\x19.jdisagg.v1.FetchResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,46 +44,46 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_IDENTITY']._serialized_end=792
   _globals['_HELLOREQUEST']._serialized_start=794
   _globals['_HELLOREQUEST']._serialized_end=848
-  _globals['_HELLORESPONSE']._serialized_start=850
-  _globals['_HELLORESPONSE']._serialized_end=958
-  _globals['_RANGE']._serialized_start=960
-  _globals['_RANGE']._serialized_end=995
-  _globals['_OPEN']._serialized_start=998
-  _globals['_OPEN']._serialized_end=1236
-  _globals['_LENDING']._serialized_start=1238
-  _globals['_LENDING']._serialized_end=1296
-  _globals['_GRANT']._serialized_start=1298
-  _globals['_GRANT']._serialized_end=1327
-  _globals['_ACK']._serialized_start=1329
-  _globals['_ACK']._serialized_end=1347
-  _globals['_WANT']._serialized_start=1349
-  _globals['_WANT']._serialized_end=1459
-  _globals['_PREFILLREQUEST']._serialized_start=1462
-  _globals['_PREFILLREQUEST']._serialized_end=1784
-  _globals['_PREFILLREQUEST_HEARTBEAT']._serialized_start=1764
-  _globals['_PREFILLREQUEST_HEARTBEAT']._serialized_end=1775
-  _globals['_DECLINED']._serialized_start=1786
-  _globals['_DECLINED']._serialized_end=1812
-  _globals['_ACCEPTED']._serialized_start=1814
-  _globals['_ACCEPTED']._serialized_end=1847
-  _globals['_STARTED']._serialized_start=1849
-  _globals['_STARTED']._serialized_end=1858
-  _globals['_PARKED']._serialized_start=1860
-  _globals['_PARKED']._serialized_end=1868
-  _globals['_CHUNKREADY']._serialized_start=1871
-  _globals['_CHUNKREADY']._serialized_end=2046
-  _globals['_DONE']._serialized_start=2048
-  _globals['_DONE']._serialized_end=2109
-  _globals['_REFUSED']._serialized_start=2111
-  _globals['_REFUSED']._serialized_end=2163
-  _globals['_PREFILLRESPONSE']._serialized_start=2166
-  _globals['_PREFILLRESPONSE']._serialized_end=2608
-  _globals['_PREFILLRESPONSE_HEARTBEAT']._serialized_start=1764
-  _globals['_PREFILLRESPONSE_HEARTBEAT']._serialized_end=1775
-  _globals['_FETCHREQUEST']._serialized_start=2610
-  _globals['_FETCHREQUEST']._serialized_end=2657
-  _globals['_FETCHRESPONSE']._serialized_start=2659
-  _globals['_FETCHRESPONSE']._serialized_end=2688
-  _globals['_PEERSERVICE']._serialized_start=2691
-  _globals['_PEERSERVICE']._serialized_end=2902
+  _globals['_HELLORESPONSE']._serialized_start=851
+  _globals['_HELLORESPONSE']._serialized_end=993
+  _globals['_RANGE']._serialized_start=995
+  _globals['_RANGE']._serialized_end=1030
+  _globals['_OPEN']._serialized_start=1033
+  _globals['_OPEN']._serialized_end=1271
+  _globals['_LENDING']._serialized_start=1273
+  _globals['_LENDING']._serialized_end=1331
+  _globals['_GRANT']._serialized_start=1333
+  _globals['_GRANT']._serialized_end=1362
+  _globals['_ACK']._serialized_start=1364
+  _globals['_ACK']._serialized_end=1382
+  _globals['_WANT']._serialized_start=1384
+  _globals['_WANT']._serialized_end=1494
+  _globals['_PREFILLREQUEST']._serialized_start=1497
+  _globals['_PREFILLREQUEST']._serialized_end=1819
+  _globals['_PREFILLREQUEST_HEARTBEAT']._serialized_start=1799
+  _globals['_PREFILLREQUEST_HEARTBEAT']._serialized_end=1810
+  _globals['_DECLINED']._serialized_start=1821
+  _globals['_DECLINED']._serialized_end=1847
+  _globals['_ACCEPTED']._serialized_start=1849
+  _globals['_ACCEPTED']._serialized_end=1882
+  _globals['_STARTED']._serialized_start=1884
+  _globals['_STARTED']._serialized_end=1893
+  _globals['_PARKED']._serialized_start=1895
+  _globals['_PARKED']._serialized_end=1903
+  _globals['_CHUNKREADY']._serialized_start=1906
+  _globals['_CHUNKREADY']._serialized_end=2081
+  _globals['_DONE']._serialized_start=2083
+  _globals['_DONE']._serialized_end=2144
+  _globals['_REFUSED']._serialized_start=2146
+  _globals['_REFUSED']._serialized_end=2198
+  _globals['_PREFILLRESPONSE']._serialized_start=2201
+  _globals['_PREFILLRESPONSE']._serialized_end=2643
+  _globals['_PREFILLRESPONSE_HEARTBEAT']._serialized_start=1799
+  _globals['_PREFILLRESPONSE_HEARTBEAT']._serialized_end=1810
+  _globals['_FETCHREQUEST']._serialized_start=2645
+  _globals['_FETCHREQUEST']._serialized_end=2692
+  _globals['_FETCHRESPONSE']._serialized_start=2694
+  _globals['_FETCHRESPONSE']._serialized_end=2723
+  _globals['_PEERSERVICE']._serialized_start=2726
+  _globals['_PEERSERVICE']._serialized_end=2937
 # @@protoc_insertion_point(module_scope)

@@ -92,16 +92,18 @@ class HelloRequest(_message.Message):
     def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ...) -> None: ...
 
 class HelloResponse(_message.Message):
-    __slots__ = ("identity", "protocol", "backend", "draining")
+    __slots__ = ("identity", "protocol", "backend", "draining", "speed")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    SPEED_FIELD_NUMBER: _ClassVar[int]
     identity: Identity
     protocol: int
     backend: str
     draining: bool
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., protocol: _Optional[int] = ..., backend: _Optional[str] = ..., draining: _Optional[bool] = ...) -> None: ...
+    speed: _common_pb2.Speed
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., protocol: _Optional[int] = ..., backend: _Optional[str] = ..., draining: _Optional[bool] = ..., speed: _Optional[_Union[_common_pb2.Speed, _Mapping]] = ...) -> None: ...
 
 class Range(_message.Message):
     __slots__ = ("begin", "end")

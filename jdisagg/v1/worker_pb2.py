@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from jdisagg.v1 import common_pb2 as jdisagg_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17jdisagg/v1/worker.proto\x12\njdisagg.v1\x1a\x17jdisagg/v1/common.proto\"4\n\x06Submit\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.jdisagg.v1.EngineRequest\"=\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x0e\n\x06\x65nough\x18\x03 \x01(\x08\"\x1a\n\tHeartbeat\x12\r\n\x05ticks\x18\x01 \x01(\x03\"\xaf\x01\n\nRunRequest\x12#\n\x07submits\x18\x01 \x03(\x0b\x32\x12.jdisagg.v1.Submit\x12#\n\x07\x63\x61ncels\x18\x02 \x03(\x0b\x32\x12.jdisagg.v1.Cancel\x12(\n\theartbeat\x18\x03 \x01(\x0b\x32\x15.jdisagg.v1.Heartbeat\x12\x0e\n\x06router\x18\x04 \x01(\t\x12\x0e\n\x06opened\x18\x05 \x01(\x03\x12\r\n\x05\x65poch\x18\x06 \x01(\t\"|\n\x0bRunResponse\x12#\n\x07outputs\x18\x01 \x03(\x0b\x32\x12.jdisagg.v1.Output\x12(\n\theartbeat\x18\x02 \x01(\x0b\x32\x15.jdisagg.v1.Heartbeat\x12\x1e\n\x04load\x18\x03 \x01(\x0b\x32\x10.jdisagg.v1.Load\"q\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\x05\x12\x0f\n\x07waiting\x18\x02 \x01(\x05\x12\x12\n\nfree_pages\x18\x03 \x01(\x05\x12\x13\n\x0btotal_pages\x18\x04 \x01(\x05\x12\x1e\n\x16pending_prefill_tokens\x18\x05 \x01(\x03\x32K\n\rWorkerService\x12:\n\x03Run\x12\x16.jdisagg.v1.RunRequest\x1a\x17.jdisagg.v1.RunResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17jdisagg/v1/worker.proto\x12\njdisagg.v1\x1a\x17jdisagg/v1/common.proto\"4\n\x06Submit\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.jdisagg.v1.EngineRequest\"=\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x0e\n\x06\x65nough\x18\x03 \x01(\x08\"\x1a\n\tHeartbeat\x12\r\n\x05ticks\x18\x01 \x01(\x03\"\xaf\x01\n\nRunRequest\x12#\n\x07submits\x18\x01 \x03(\x0b\x32\x12.jdisagg.v1.Submit\x12#\n\x07\x63\x61ncels\x18\x02 \x03(\x0b\x32\x12.jdisagg.v1.Cancel\x12(\n\theartbeat\x18\x03 \x01(\x0b\x32\x15.jdisagg.v1.Heartbeat\x12\x0e\n\x06router\x18\x04 \x01(\t\x12\x0e\n\x06opened\x18\x05 \x01(\x03\x12\r\n\x05\x65poch\x18\x06 \x01(\t\"|\n\x0bRunResponse\x12#\n\x07outputs\x18\x01 \x03(\x0b\x32\x12.jdisagg.v1.Output\x12(\n\theartbeat\x18\x02 \x01(\x0b\x32\x15.jdisagg.v1.Heartbeat\x12\x1e\n\x04load\x18\x03 \x01(\x0b\x32\x10.jdisagg.v1.Load\"\x93\x01\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\x05\x12\x0f\n\x07waiting\x18\x02 \x01(\x05\x12\x12\n\nfree_pages\x18\x03 \x01(\x05\x12\x13\n\x0btotal_pages\x18\x04 \x01(\x05\x12\x1e\n\x16pending_prefill_tokens\x18\x05 \x01(\x03\x12 \n\x05speed\x18\x06 \x01(\x0b\x32\x11.jdisagg.v1.Speed2K\n\rWorkerService\x12:\n\x03Run\x12\x16.jdisagg.v1.RunRequest\x1a\x17.jdisagg.v1.RunResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,8 +42,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUNREQUEST']._serialized_end=385
   _globals['_RUNRESPONSE']._serialized_start=387
   _globals['_RUNRESPONSE']._serialized_end=511
-  _globals['_LOAD']._serialized_start=513
-  _globals['_LOAD']._serialized_end=626
-  _globals['_WORKERSERVICE']._serialized_start=628
-  _globals['_WORKERSERVICE']._serialized_end=703
+  _globals['_LOAD']._serialized_start=514
+  _globals['_LOAD']._serialized_end=661
+  _globals['_WORKERSERVICE']._serialized_start=663
+  _globals['_WORKERSERVICE']._serialized_end=738
 # @@protoc_insertion_point(module_scope)

@@ -56,15 +56,17 @@ class RunResponse(_message.Message):
     def __init__(self, outputs: _Optional[_Iterable[_Union[_common_pb2.Output, _Mapping]]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "free_pages", "total_pages", "pending_prefill_tokens")
+    __slots__ = ("running", "waiting", "free_pages", "total_pages", "pending_prefill_tokens", "speed")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
     TOTAL_PAGES_FIELD_NUMBER: _ClassVar[int]
     PENDING_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SPEED_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     free_pages: int
     total_pages: int
     pending_prefill_tokens: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., pending_prefill_tokens: _Optional[int] = ...) -> None: ...
+    speed: _common_pb2.Speed
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., pending_prefill_tokens: _Optional[int] = ..., speed: _Optional[_Union[_common_pb2.Speed, _Mapping]] = ...) -> None: ...

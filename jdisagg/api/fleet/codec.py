@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jdisagg.api.codec import decode_fields, encode_fields
+from jdisagg.api.codec import decode_fields, decode_speed, encode_fields, encode_speed
 from jdisagg.api.peer.identity_codec import decode_grammars, decode_parts, encode_grammars, encode_parts
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.fleet import Load, LostWorker, Member, ModelCard, ProcessFacts, Report, Standing
@@ -13,12 +13,12 @@ from jdisagg.v1 import fleet_pb2, peer_pb2, worker_pb2
 
 def encode_load(load: Load) -> worker_pb2.Load:
     """Field by field."""
-    return encode_fields(load, worker_pb2.Load)
+    return encode_fields(load, worker_pb2.Load, speed=encode_speed(load.speed))
 
 
 def decode_load(message: worker_pb2.Load) -> Load:
     """Field by field."""
-    return decode_fields(message, Load)
+    return decode_fields(message, Load, speed=decode_speed(message.speed))
 
 
 def encode_report(member: Member, report: Report) -> fleet_pb2.HeartbeatRequest:

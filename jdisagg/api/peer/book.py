@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from jdisagg.api.peer.ports import Reached
 from jdisagg.core.bits import SAME_BY, are_unlike
 from jdisagg.core.fleet import DRAINING, SUSPECT_S, WHERE_TO_LOOK
+from jdisagg.core.speed import Speed
 
 log = logging.getLogger(__name__)
 NO_KV_S = 30.0  # as SUSPECT_S, for one whose KV did not come: each time that it is asked first costs a second
+SPEED_S = 10.0  # how long what a peer said of its speed counts: it is asked every few seconds, unless a hand-off hears it
 # To whom nobody else is left: longer than a router keeps a stream that lost its worker (--worker-wait-s), or each of these is
 # there when the time is over, gains the token that P samples, fails again and waits again: 40 s a token.
 USELESS_S = 35.0
@@ -34,6 +37,7 @@ class _Peer:
     backends: tuple[str, ...] = ()  # last agreed on
     unreachable: frozenset[tuple[str, str]] = frozenset()  # backends and endpoints, then
     bits: str = ""  # as in `jdisagg.core.bits`
+    speed: tuple[Speed | None, float] = (None, -inf)  # and when it said so
 
     def lacked_kv(self, now_s: float, lately_s: float = NO_KV_S) -> bool:
         """Of late."""
@@ -104,6 +108,15 @@ class PeerBook:
         """Whether it computes other bits. Any thread."""
         known = self._peers.get(peer)
         return known is not None and are_unlike(ours, known.bits)
+
+    def computes_at(self, peer: str, speed: Speed | None, said_s: float) -> None:
+        """It said so then."""
+        self._of(peer).speed = speed, said_s
+
+    def speed(self, peer: str, now_s: float) -> Speed | None:
+        """At which it computes prompts, if it said so of late. Any thread."""
+        speed, said_s = (self._peers.get(peer) or _Peer()).speed
+        return speed if now_s - said_s < SPEED_S else None
 
     def agreed(self, peer: str, reached: Reached) -> None:
         """What KV comes over, in order of preference, and what it does not come over. Said when it is news."""

@@ -27,6 +27,7 @@ from jdisagg.api.tasks import call_on, cancel_and_wait, start_in
 from jdisagg.api.turns import Turns
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
+from jdisagg.core.speed import Speed
 from jdisagg.handoff.events import FromPrefill
 from jdisagg.handoff.identity import Identity
 from jdisagg.handoff.messages import DecodeToPrefill, HandoffId, Lives, Open, StreamEnded
@@ -99,6 +100,10 @@ class GrpcPeerClient:
     def is_unlike(self, peer: str) -> bool:
         """Whether it said that it computes other bits."""
         return self._book.is_unlike(peer, self._identity.bits)
+
+    def speed(self, peer: str) -> Speed | None:
+        """At which it said that it computes prompts."""
+        return self._book.speed(peer, monotonic())
 
     def no_kv(self, peer: str, why: str) -> None:
         """The peer answers, and what it publishes does not come; see PeerBook."""
@@ -253,6 +258,7 @@ class GrpcPeerClient:
         else:
             self._book.answered(link.peer)
         self._book.computes(link.peer, theirs.bits, self._identity.bits)
+        self._book.computes_at(link.peer, *link.speed)
 
     def _failed(self, link: PeerLink, why: str, *, refuses: bool = False) -> None:
         """Forget the connection: the next stream makes a new one."""

@@ -6,12 +6,15 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from secrets import token_hex
+from time import monotonic
 
 import grpc
 import grpc.aio
 
 from jdisagg.api.channels import Credentials, open_channel
+from jdisagg.api.codec import decode_speed
 from jdisagg.api.peer.identity_codec import decode_identity, encode_identity
 from jdisagg.api.peer.piece_server import NO_PREFILL
 from jdisagg.api.peer.ports import PeerPorts, Reached
@@ -19,6 +22,7 @@ from jdisagg.api.peer.shared_pulse import SharedPulse
 from jdisagg.api.tasks import cancel_and_wait
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
+from jdisagg.core.speed import Speed
 from jdisagg.core.told import told
 from jdisagg.handoff.identity import SHARED_PULSE, Identity, Incompatible, agree
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
@@ -55,6 +59,7 @@ class PeerLink:
         self.peer = peer
         self._dead_after_s = dead_after_s
         self.draining = False  # by its last Hello: it refuses new hand-offs
+        self.speed: tuple[Speed | None, float] = (None, -inf)  # by the same, which was said then
         self._is_registered = is_registered
         self._identity = identity
         self._channel = open_channel(peer, credentials)
@@ -138,6 +143,7 @@ class PeerLink:
             look = "look at --advertise-host of the worker that registered there"
             raise HelloFailed("hello", Unavailable(f"prefill peer {self.peer}: it leads to {theirs.worker}; {look}"))
         self.draining = answer.draining
+        self.speed = decode_speed(answer.speed), monotonic()
         return theirs
 
     async def _ask(self) -> peer_pb2.HelloResponse | HelloFailed:

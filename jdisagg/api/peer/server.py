@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 import grpc
 import grpc.aio
 
-from jdisagg.api.codec import refuse
+from jdisagg.api.codec import encode_speed, refuse
 from jdisagg.api.peer.codec import decode_down
 from jdisagg.api.peer.identity_codec import decode_identity, encode_identity
 from jdisagg.api.peer.piece_server import PieceServer
@@ -35,6 +35,7 @@ from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import HandoffLost, InvalidRequest, OtherProcess, RequestError, Unavailable
 from jdisagg.core.latest import remember
 from jdisagg.core.logs import Seldom
+from jdisagg.core.speed import Speed
 from jdisagg.core.told import told
 from jdisagg.handoff.events import PeerAlive, PeerMessage, PeerOpened
 from jdisagg.handoff.identity import Identity, Incompatible, agree
@@ -71,15 +72,17 @@ class PeerServer(PieceServer):
         config: TransferConfig,
         grammars: Grammars | None = None,
         is_over: Callable[[], bool] = lambda: False,
+        speed: Callable[[], Speed | None] = lambda: None,
     ) -> None:
         """`post` must be thread-safe and not block; `pieces` is None when the grpc backend is not served; `grammars`: the
-        engine's; `is_over`: whether that has raised."""
+        engine's; `is_over`: whether that has raised; `speed`: at which it was seen to compute prompts, asked at every Hello."""
         super().__init__(pieces)
         self._identity = identity
         self._post = post
         self._config = config
         self._grammars = grammars
         self._is_over = is_over
+        self._speed = speed
         self._serials = itertools.count(1)
         self._told_broken, self._told_unread = (Seldom(TOLD_EVERY_S, TOLD_FIRST) for _ in range(2))
         self._pulses: WeakValueDictionary[str, SharedPulse] = WeakValueDictionary()  # of those who have streams, by Open.pulse
@@ -117,6 +120,7 @@ class PeerServer(PieceServer):
             protocol=agreement.protocol,
             backend=agreement.backend,
             draining=self._draining,
+            speed=encode_speed(self._speed()),
         )
 
     async def Prefill(

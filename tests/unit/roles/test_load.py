@@ -56,10 +56,10 @@ def test_of_thousands_that_wait_a_tick_looks_at_a_few_hundred_on_average(monkeyp
         engine.scheduler.add(request(f"r{number}", (1, 2, 3), 1), 0.0)
     turn = Turn(None, [], 0.0, 0.0)
     for _ in range(100):
-        observer.observe(turn, 2000)
+        observer.observe(turn, 2000, 0.0)
     assert observer.load.pending_prefill_tokens == 2000 * 3
     assert sum(looked_at) <= 100 * 300
     for number in range(1999):
         engine.scheduler.cancel(f"r{number}")
-    observer.observe(turn, 1)
+    observer.observe(turn, 1, 0.0)
     assert observer.load.pending_prefill_tokens == 3, "of few every tick knows"

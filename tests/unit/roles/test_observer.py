@@ -32,6 +32,6 @@ def test_the_more_sequences_there_are_the_more_ticks_go_by_without_a_look_at_the
     observer = TickObserver(scheduler, Metrics(), Role.PREFILL)
     for tick in range(1, 16):
         scheduler.add(request(f"r{tick}", (1,), 1), 0.0)
-        observer.observe(Turn(None, [], 0.0, 0.0), waiting + running)
+        observer.observe(Turn(None, [], 0.0, 0.0), waiting + running, 0.0)
         told.append(observer.load.pending_prefill_tokens)
     assert told == [tick // period * period for tick in range(1, 16)]

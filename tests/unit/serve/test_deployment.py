@@ -9,22 +9,27 @@ from typing import Any, cast
 
 import pytest
 
+from jdisagg.api.channels import INSECURE
 from jdisagg.api.generation import local_engine
 from jdisagg.api.generation.local_engine import LocalEngine
 from jdisagg.api.peer.client import GrpcPeerClient
 from jdisagg.core.bits import are_unlike
 from jdisagg.core.config import CacheConfig, Config, LocalPrefill, TransferConfig
+from jdisagg.core.drill import drill_of
 from jdisagg.core.errors import Unavailable
 from jdisagg.core.fleet import ModelCard
 from jdisagg.core.requests import Output, Role
 from jdisagg.roles import engine_thread
 from jdisagg.roles.inbox import Submit
+from jdisagg.roles.speed_seen import FEW
 from jdisagg.roles.unified import UnifiedRole
+from jdisagg.serve import build
 from jdisagg.serve.deployment import Deployment
+from jdisagg.transfer.drill import TransferDrill
 from tests.unit.roles.engine import Engine
 from tests.unit.sched.engine_fake import request
 from tests.unit.waiting import until as until_there
-from tests.unit.wire.rig import WAIT_LIMIT_S, until
+from tests.unit.wire.rig import WAIT_LIMIT_S, identity, until
 
 CARD = ModelCard(name="m", max_model_len=48, vocab_size=31, eos_token_ids=(0,), fingerprint="f")
 
@@ -145,6 +150,39 @@ def test_clients_of_one_engine_are_told_when_the_other_one_raises(first: int) ->
     assert "the other engine of this process stopped: EngineBroken" in str(crashes[-1])
     deployment.stop()
     loop.close()
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.UNIFIED])
+def test_routers_and_decode_workers_are_told_how_fast_a_prefill_worker_computes(
+    role: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body() -> None:
+        deployment = Deployment(core, asyncio.get_running_loop(), lambda error: None)
+        if role is Role.PREFILL:
+            build._add_prefill(deployment, "h:1", INSECURE, TransferDrill(drill_of()))
+        else:
+            deployment.add_engine(core, UnifiedRole(engine.scheduler))
+        for number in range(FEW):
+            prompt = (number + 1, *range(2, 13))
+            async for _ in LocalEngine(deployment.front, CARD, not_ready_reason=lambda: "").generate(request("r", prompt, 1)):
+                pass
+        speed = deployment.front.loop.load.speed
+        deployment.stop()
+        if role is Role.PREFILL:
+            assert speed is not None
+            assert speed.most / speed.least == pytest.approx(512 / 12), "--max-num-batched-tokens and those of a prompt"
+            assert cast(Any, deployment.peer_server)._speed() == speed
+        else:
+            assert speed is None
+
+    engine = Engine(Role.UNIFIED, 24, local_prefill=True)
+    core = core_of(engine)
+    core.role, core.identity = role, lambda offered: identity()
+    backends = SimpleNamespace(offered=(), num_executables=0, store=None, publishers=SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(build, "PrefillBackends", lambda *_: backends)
+    monkeypatch.setattr(build, "_borrowed", lambda *_: None)
+    monkeypatch.setattr(build, "prefill_role", lambda *_: UnifiedRole(engine.scheduler))
+    asyncio.run(body())
 
 
 @pytest.mark.parametrize(("enabled", "cache_tokens"), [(True, 23 * 16), (False, 1)])

@@ -15,6 +15,7 @@ from jdisagg.api.peer import identity_codec
 from jdisagg.core import errors
 from jdisagg.core.fleet import Load, ProcessFacts, Report
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance, SamplingParams, TokenLogprob
+from jdisagg.core.speed import Speed
 from jdisagg.handoff.identity import Backend, CacheGroup, Identity, Rank
 from jdisagg.handoff.ladder import is_final
 from jdisagg.handoff.messages import (
@@ -266,7 +267,7 @@ def test_member_round_trip_and_refusals():
         bits="48-aa",
         name="demo",
         eos_token_ids=(2, 3),
-        load=Load(running=1, waiting=2, free_pages=3, total_pages=4, pending_prefill_tokens=5),
+        load=Load(running=1, waiting=2, free_pages=3, total_pages=4, pending_prefill_tokens=5, speed=Speed(1.5, 2.5)),
         draining=True,
         not_ready="no usable prefill worker",
         alone=True,
