@@ -1,7 +1,8 @@
 """How much of its prompts does a fleet find in its caches, and how long do requests wait? The router's decisions over workers
 in simulated time: no clock, no jax, the same figures on every machine.
 
-    PYTHONPATH=. python scripts/bench_routing.py [--prefill 4] [--decode 4] [--cache-tokens 120000] [--rate 1.0] [--runs 3]
+    PYTHONPATH=. python scripts/bench_routing.py [--prefill 4] [--decode 4] [--slow 1] [--cache-tokens 120000] [--rate 1.0]
+        [--runs 3]
 
 cached: prompt tokens that P need not compute; ideal: the same with one cache without end, which has no answers in it, as those
 of D have. busy: mean share of its time that P computes (above 1: the queue grows while requests come). max/mean: the busiest P.
@@ -38,6 +39,7 @@ def main() -> int:
     """Returns 0: this measures, it does not judge."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prefill", type=int, default=4, help="prefill workers (default 4)")
+    parser.add_argument("--slow", type=float, default=1.0, help="how many times as long the first P takes (default 1)")
     parser.add_argument("--decode", type=int, default=4, help="decode workers (default 4)")
     parser.add_argument(
         "--cache-tokens", type=int, default=120_000, help="that each worker caches, unless the load says (default 120000)"
@@ -63,8 +65,8 @@ def main() -> int:
 
 def measure(load: Load, options: argparse.Namespace, run: int) -> dict[str, float]:
     """One run."""
-    simulation = Simulation(options.prefill, options.decode, load.cache_tokens or options.cache_tokens)
-    load.start(simulation, Random(run), load.per_s * options.rate * options.prefill)
+    simulation = Simulation(options.prefill, options.decode, load.cache_tokens or options.cache_tokens, slow=options.slow)
+    load.start(simulation, Random(run), load.per_s * options.rate * (options.prefill - 1 + 1 / options.slow))
     simulation.run()
     jobs, workers = simulation.done, simulation.workers.values()
     num_tokens, last_s = sum(len(job.prompt) for job in jobs), max(job.arrived_s for job in jobs)

@@ -9,6 +9,7 @@ from typing import Any
 from jdisagg.core.bits import UNLIKE_TOKENS
 from jdisagg.core.config import LocalPrefill, TransferConfig
 from jdisagg.core.requests import EngineRequest
+from jdisagg.core.speed import taken_for
 from jdisagg.handoff.messages import HandoffId
 from jdisagg.roles.ports import PeerClient
 
@@ -61,8 +62,9 @@ class PeerChoice:
 
     def of(self, request: EngineRequest) -> tuple[str, ...]:
         """Prefill workers to ask, the best first: as the request's router says (least busy first), else, or where all of those
-        are down or doubtful, the first known one at which no more than this prompt waits for us already, and UNLIKE_TOKENS less
-        where it computes other bits. A stream that has begun may have outlived its list: the known ones follow."""
+        are down or doubtful, the first known one at which no more than this prompt waits for us already, less where it is
+        slower, and UNLIKE_TOKENS less where it computes other bits. A stream that has begun may have outlived its list: the
+        known ones follow."""
         answering, down = self._ordered(request, may_be_old=bool(request.generated_token_ids))
         # with nothing to fall back on, asking is better than failing: the others may be unfit
         return (*answering, *down) if self._policy is LocalPrefill.NEVER else answering
@@ -79,13 +81,16 @@ class PeerChoice:
         known = self._known_peers(self._is_shunned) if may_be_old or not is_named else ()
         everyone, first = dict.fromkeys((*named, *known)), named if is_named else ()
 
-        def num_ahead(peer: str) -> int:
-            waiting = self._waiting[peer] + UNLIKE_TOKENS * self._peers.is_unlike(peer)
-            return 0 if peer in first else waiting // max(1, request.num_tokens)
-
         down = tuple(peer for peer in everyone if self._peers.is_down(peer))
         gone = self._unheard_of(named, known) if may_be_old else set[str]()
-        there = (peer for peer in everyone if peer not in down)
+        there = [peer for peer in everyone if peer not in down]
+        speeds = dict(zip(there, taken_for([self._peers.speed(peer) for peer in there]), strict=True))
+        num_tokens, fastest = max(1, request.num_tokens), max(speeds.values(), default=1.0)
+
+        def num_ahead(peer: str) -> int:
+            """How many prompts like this one the fastest of them computes before that one is done with it."""
+            waiting = self._waiting[peer] + UNLIKE_TOKENS * self._peers.is_unlike(peer)
+            return 0 if peer in first else int((waiting + num_tokens) * fastest / speeds[peer] / num_tokens) - 1
 
         def rank(peer: str) -> tuple[bool, bool, int, bool]:
             # one of another kind is idle, and so is one that only we cannot reach: both come first in a list by load

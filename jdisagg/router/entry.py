@@ -102,10 +102,12 @@ class Entry:
         }
         if member.role is not Role.PREFILL:
             return found
+        speed = member.load.speed
         return found | {
             "pending_tokens": self.pending_tokens,
             "pending_cached_tokens": self.pending_cached,
             "others_tokens": self.others_tokens,
+            "tokens_per_s": None if speed is None else [round(speed.least), round(speed.most)],
             "cache_tokens": self.cache.num_tokens,
             "cache_written_tokens": self.cache.written,
         }

@@ -1,11 +1,11 @@
 """Who is in the fleet and who should get the next request. Pure bookkeeping: time is passed in, nothing is sent.
 
 A decode or unified worker can be chosen while it heartbeats, is linked (its Run stream stands), does not drain and has a
-context that holds the request. Choice is by least load: of decode workers by requests, of prefill workers by prompt tokens; a
-decode worker that failed lately is chosen only when there is no other. A prompt that begins as an earlier one did goes where
-that went, whose cache may have it, while others have not much less to do: the longer the beginning, the more. What a prefill
-worker's cache has no room for any more (`worker_cache`) does not count. Of equally busy ones what begins alike gets the same,
-and what does not is spread.
+context that holds the request. Choice is by least load: of decode workers by requests, of prefill workers by the time that
+their prompt tokens take (`core.speed`); a decode worker that failed lately is chosen only when there is no other. A prompt that
+begins as an earlier one did goes where that went, whose cache may have it, while others have not much less to do: the longer
+the beginning, the more. What a prefill worker's cache has no room for any more (`worker_cache`) does not count. Of equally
+busy ones what begins alike gets the same, and what does not is spread.
 Requests never cross `ModelCard.answers`: a fleet half old and half new weights serves both, each request within one.
 """
 
@@ -20,6 +20,7 @@ from jdisagg.core.bits import UNLIKE_REQUESTS, UNLIKE_TOKENS, are_unlike
 from jdisagg.core.errors import AddressTaken
 from jdisagg.core.fleet import MAX_PREFILL_PEERS, SUSPECT_S, Key, Load, Member, Report, Standing, State
 from jdisagg.core.requests import Role
+from jdisagg.core.speed import taken_for
 from jdisagg.router.entry import Entry, Reach, RunStream
 from jdisagg.router.longest import Longest, LongestPrompts
 from jdisagg.router.lots import lot_of, seat_of
@@ -34,6 +35,7 @@ from jdisagg.router.worker_cache import WorkerCache
 NEAR_SHARE = 1.25  # of the least busy one's requests, that one which may have cached a part of the prompt may have, and besides
 NEAR_LEAST, NEAR_TOKENS, NEAR_MOST = 2, 512, 8  # two, and one for each 512 tokens of that part, eight at most
 AGAIN_SHARE = 0.25  # of what is computed a second time counts once more where all are busy: those that come later wait for it
+SOME_TOKENS = 512  # that a prompt has of which nothing is known yet
 
 
 class Fleet:
@@ -223,13 +225,12 @@ class Fleet:
         return [entry for entry in prefill_of(self._entries.values()) if needs.are_served_by(entry.member)]
 
     def prefill_peers(self, fingerprint: str, needs: Needs, near: Near, kin: bytes = b"", *, bits: str = "") -> list[Entry]:
-        """Prefill workers of that fingerprint that can compute the prompt: first who has fewest tokens to compute until such a
-        request is done, without what is cached, of it (`near`) and of those before it; as if one that does not compute `bits`
-        ("" = any do) had none of it cached and UNLIKE_TOKENS more to compute. Of equals the same for all requests of one
-        `kin`."""
+        """Prefill workers of that fingerprint that can compute the prompt: first who will be done with it first, at its speed,
+        without what is cached, of it (`near`) and of those before it; as if one that does not compute `bits` ("" = any do) had
+        none of it cached and UNLIKE_TOKENS more to compute. Of equals the same for all requests of one `kin`."""
         peers = [
             peer
-            for peer in self._prefill_of(fingerprint, bits, near, lambda peer: lot_of(peer, kin))
+            for peer in self._prefill_of(fingerprint, bits, near, needs.prefill_tokens, lambda peer: lot_of(peer, kin))
             if needs.prefill_tokens <= peer.member.card.max_model_len and needs.are_served_by(peer.member)
         ]
         return peers[:MAX_PREFILL_PEERS]
@@ -247,22 +248,27 @@ class Fleet:
         if entry is None or entry.member.role is not Role.DECODE:
             return None
         fingerprint, bits = entry.member.card.fingerprint, entry.member.bits
-        peers = self._prefill_of(fingerprint, bits, NOWHERE, lambda peer: seat_of(peer.member.address, address))
+        peers = self._prefill_of(fingerprint, bits, NOWHERE, SOME_TOKENS, lambda peer: seat_of(peer.member.address, address))
         return tuple(peer.member.address for peer in peers)
 
-    def _prefill_of(self, fingerprint: str, bits: str, near: Near, lot: Callable[[Entry], bytes]) -> list[Entry]:
-        """Least busy first, as if those that do not compute `bits` were busier; `lot` draws among equals."""
+    def _prefill_of(
+        self, fingerprint: str, bits: str, near: Near, num_tokens: int, lot: Callable[[Entry], bytes]
+    ) -> list[Entry]:
+        """Who is done first with a prompt of so many tokens, as if those that do not compute `bits` were busier; `lot` draws
+        among equals."""
         peers = [peer for peer in self._prefill(ANY_REQUEST) if peer.member.card.fingerprint == fingerprint]
         num_busy = sum(peer.pending > 0 or peer.others_tokens > 0 for peer in peers)
         worth = 1.0 + AGAIN_SHARE * (num_busy / max(1, len(peers))) ** 2  # where half are busy, idle ones have time for it
 
-        def rank(peer: Entry) -> tuple[object, ...]:
+        def rank(peer_and_speed: tuple[Entry, float]) -> tuple[object, ...]:
+            peer, speed = peer_and_speed
             num_waiting = peer.pending_tokens - peer.pending_cached + peer.others_tokens
             cached = near.prefills.get(peer.key, NOTHING_KEPT).num_tokens
             saved = -UNLIKE_TOKENS if are_unlike(bits, peer.member.bits) else worth * cached
-            return num_waiting - saved, peer.pending, lot(peer)
+            return (num_waiting + worth * num_tokens - saved) / speed, peer.pending, lot(peer)
 
-        return sorted(peers, key=rank)
+        speeds = taken_for([peer.member.load.speed for peer in peers])
+        return [peer for peer, _ in sorted(zip(peers, speeds, strict=True), key=rank)]
 
     def suspect(self, entry: Entry, now_s: float) -> None:
         """It failed somebody."""

@@ -1,7 +1,7 @@
 """A fleet in simulated time: the router's real decisions, workers that only count tokens and remember pages.
 
-P computes one prompt after the other, D streams any number side by side. P looks into its cache when it begins, and fetches
-from D what only that has; caches forget the least recently used pages.
+P computes one prompt after the other, and tells its speed; D streams any number side by side. P looks into its cache when it
+begins, and fetches from D what only that has; caches forget the least recently used pages.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from typing import Any, cast
 
 from jdisagg.core.fleet import Load, Member, ModelCard
 from jdisagg.core.requests import EngineRequest, Output, Provenance, Role, SamplingParams
+from jdisagg.roles.speed_seen import SpeedSeen
 from jdisagg.router.entry import Entry, RunStream
 from jdisagg.router.fleet import Fleet
 from jdisagg.router.flight import Flight
 from jdisagg.router.placement import Placement
 
 PAGE_TOKENS = 16
+STEP_TOKENS = 512
 STEP_S, COMPUTED_PER_S, MOVED_PER_S = 0.004, 12_000.0, 120_000.0  # of a prompt; tokens
 TOKEN_S = 0.02  # of an answer
 HEARTBEAT_S = 0.25
@@ -85,6 +87,8 @@ class Worker:
 
     entry: Entry
     cache: Cache
+    slow: float = 1.0  # P: times as slow as others
+    seen: SpeedSeen = field(default_factory=lambda: SpeedSeen(STEP_TOKENS))  # of P
     queue: deque[Job] = field(default_factory=deque[Job])
     computing: Job | None = None
     busy_s: float = 0.0
@@ -93,7 +97,8 @@ class Worker:
 class Simulation:
     """Events in order of time; `done` are the requests that have ended."""
 
-    def __init__(self, num_prefill: int, num_decode: int, cache_tokens: int) -> None:
+    def __init__(self, num_prefill: int, num_decode: int, cache_tokens: int, *, slow: float = 1.0) -> None:
+        """`slow`: how many times as long the first P takes as the others."""
         self.now_s, self.done = 0.0, list[Job]()
         self.fleet = Fleet(dead_after_s=inf)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -105,6 +110,7 @@ class Simulation:
         for entry in self.fleet.entries():
             entry.stream = RunStream(0.0, steady_s=0.0)
         self.workers = {e.member.address: Worker(e, Cache(cache_tokens)) for e in self.fleet.entries()}
+        self.workers["prefill-0"].slow = slow
         self._placement = Placement(cast(Any, self))  # for it this is `Workers`
 
     def submit(self, *_: object) -> None:
@@ -146,16 +152,20 @@ class Simulation:
         here = job.here = prefill.cache.match(job.keys, len(job.prompt))
         job.held = self._decode_of(job).cache.match(job.keys, len(job.prompt))
         job.cached, job.wait_s = max(here, job.held), self.now_s - job.arrived_s
-        took_s = STEP_S + (len(job.prompt) - job.cached) / COMPUTED_PER_S + (job.cached - here) / MOVED_PER_S
+        computed_s = prefill.slow * (STEP_S + (len(job.prompt) - job.cached) / COMPUTED_PER_S)
+        took_s = computed_s + (job.cached - here) / MOVED_PER_S
         prefill.busy_s += took_s
-        self.at(self.now_s + took_s, lambda: self._hand_over(prefill, job))
+        self.at(self.now_s + took_s, lambda: self._hand_over(prefill, job, computed_s))
 
-    def _hand_over(self, prefill: Worker, job: Job) -> None:
+    def _hand_over(self, prefill: Worker, job: Job, computed_s: float) -> None:
         prefill.computing = None
         prefill.cache.use(job.keys)
         job.ttft_s = self.now_s - job.arrived_s
         worker = prefill.entry.member.worker
         num_computed, num_borrowed = len(job.prompt) - job.cached, job.cached - job.here
+        for start in range(0, num_computed, STEP_TOKENS):
+            num_tokens = min(STEP_TOKENS, num_computed - start)
+            prefill.seen.add(num_tokens, computed_s * num_tokens / num_computed, self.now_s)
         provenance = Provenance(prefill_worker=worker, prefilled_tokens=num_computed, borrowed_tokens=num_borrowed)
         first = Output(request_id=job.flight.request.request_id, token_ids=(1,), provenance=provenance)
         self._placement.heard(job.flight, first)
@@ -178,7 +188,13 @@ class Simulation:
     def _beat(self) -> None:
         for worker in self.workers.values():
             num_waiting = sum(len(job.prompt) for job in worker.queue)
-            load = Load(running=worker.entry.pending, free_pages=1, total_pages=1, pending_prefill_tokens=num_waiting)
+            load = Load(
+                running=worker.entry.pending,
+                free_pages=1,
+                total_pages=1,
+                pending_prefill_tokens=num_waiting,
+                speed=worker.seen.told(self.now_s),
+            )
             self.fleet.tell_load(worker.entry, load)
         if self._events:
             self.at(self.now_s + HEARTBEAT_S, self._beat)

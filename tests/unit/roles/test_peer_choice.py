@@ -10,6 +10,7 @@ import pytest
 from jdisagg.core.bits import UNLIKE_TOKENS
 from jdisagg.core.config import LocalPrefill, TransferConfig
 from jdisagg.core.requests import EngineRequest, SamplingParams
+from jdisagg.core.speed import Speed
 from jdisagg.handoff.messages import HandoffId
 from jdisagg.roles.peer_choice import PeerChoice
 
@@ -25,6 +26,7 @@ class Peers:
         self._unlike = unlike
         self._doubtful = doubtful
         self._heard = heard
+        self.speeds: dict[str, Speed] = {}
 
     def is_down(self, peer: str) -> bool:
         return peer in self._down
@@ -34,6 +36,9 @@ class Peers:
 
     def is_unlike(self, peer: str) -> bool:
         return peer in self._unlike
+
+    def speed(self, peer: str) -> Speed | None:
+        return self.speeds.get(peer)
 
     def failures(self) -> dict[str, str]:
         return dict.fromkeys(self._heard, "") | dict.fromkeys(self._down, "down")
@@ -169,6 +174,18 @@ def test_what_peers_compute_for_us_counts_until_the_first_token_or_the_end_of_ea
     peers.closed(two)
     assert peers.snapshot() == {}
     assert not peers._asked
+
+
+def test_who_is_slow_is_asked_when_as_many_prompts_as_the_others_compute_in_its_time_wait_there() -> None:
+    peers = choice()
+    cast(Any, peers._peers).speeds.update({"old": Speed(950, 1_000), "new": Speed(10_000, 10_000)})
+    assert peers.of(asked(peers=())) == ("new", "old")
+    assert peers.of(asked(peers=("old", "new"))) == ("old", "new"), "its router knows best"
+    for number in range(8):
+        peers.opened(HandoffId("a", number), "new", 3)
+    assert peers.of(asked(peers=())) == ("new", "old")
+    peers.opened(HandoffId("a", 8), "new", 3)
+    assert peers.of(asked(peers=())) == ("old", "new"), "it takes as long for one as the other one for ten"
 
 
 @pytest.mark.parametrize(("waiting", "wanted"), [(2, ("old", "new")), (3, ("new", "old"))])

@@ -13,8 +13,8 @@ from jdisagg.router import fleet
 from jdisagg.router.prefixes import NOWHERE, Prefixes
 
 
-def simulated(start: Start, per_s: float, num_each: int = 3, cache_tokens: int = 60_000) -> Simulation:
-    simulation = Simulation(num_each, num_each, cache_tokens)
+def simulated(start: Start, per_s: float, num_each: int = 3, cache_tokens: int = 60_000, slow: float = 1.0) -> Simulation:
+    simulation = Simulation(num_each, num_each, cache_tokens, slow=slow)
     start(simulation, Random(1), per_s)
     simulation.run()
     for worker in simulation.workers.values():
@@ -58,6 +58,15 @@ def test_one_new_text_that_many_ask_about_at_once_is_computed_by_few(monkeypatch
     assert share(few.done) > 0.9
     monkeypatch.setattr(fleet, "AGAIN_SHARE", 0.0)
     assert late_s(few) < 0.8 * late_s(simulated(start, 30.0))
+
+
+@pytest.mark.parametrize("per_s", [3.0, 8.0, 11.0])  # where three serve 11 in a second, of which one is ten times slower
+def test_few_wait_for_a_slow_prefill_worker(per_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = questions(400, system=0, texts=0, lengths=(500, 4000))
+    known = simulated(start, per_s, slow=10.0)
+    monkeypatch.setattr(fleet, "taken_for", lambda told: [1.0] * len(told))
+    unknown = simulated(start, per_s, slow=10.0)
+    assert late_s(known) < 0.6 * late_s(unknown)
 
 
 def late_s(simulation: Simulation) -> float:
