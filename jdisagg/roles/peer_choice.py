@@ -90,7 +90,7 @@ class PeerChoice:
         def num_ahead(peer: str) -> int:
             """How many prompts like this one the fastest of them computes before that one is done with it."""
             waiting = self._waiting[peer] + UNLIKE_TOKENS * self._peers.is_unlike(peer)
-            return 0 if peer in first else int((waiting + num_tokens) * fastest / speeds[peer] / num_tokens) - 1
+            return 0 if peer in first else int((waiting + num_tokens) * (fastest / speeds[peer]) / num_tokens) - 1
 
         def rank(peer: str) -> tuple[bool, bool, int, bool]:
             # one of another kind is idle, and so is one that only we cannot reach: both come first in a list by load

@@ -188,6 +188,15 @@ def test_who_is_slow_is_asked_when_as_many_prompts_as_the_others_compute_in_its_
     assert peers.of(asked(peers=())) == ("old", "new"), "it takes as long for one as the other one for ten"
 
 
+def test_those_that_are_equally_fast_come_in_the_order_of_the_list_whatever_their_speed() -> None:
+    prompt = replace(asked(peers=()), prompt_token_ids=tuple(range(15)))
+    for number in range(900, 1000):
+        peers = choice()
+        cast(Any, peers._peers).speeds.update(dict.fromkeys(("old", "new"), Speed(number / 7, number / 7)))
+        peers.opened(HandoffId("a", 1), "old", 14)
+        assert peers.of(prompt) == ("old", "new"), "no more than this prompt waits there"
+
+
 @pytest.mark.parametrize(("waiting", "wanted"), [(2, ("old", "new")), (3, ("new", "old"))])
 def test_the_first_is_asked_at_which_no_more_than_this_prompt_waits(waiting: int, wanted: tuple[str, ...]) -> None:
     peers = choice()
