@@ -12,27 +12,19 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 
 import httpx
 
 from jdisagg.batch.command import Command, parse_command
-from jdisagg.batch.finished import (
-    answered_by,
-    check_unpublished,
-    end_former_run,
-    has_lines_to_mend,
-    has_lines_to_retry,
-    keep_answers,
-)
-from jdisagg.batch.journal import Journal, check_journal
+from jdisagg.batch.finished import answered_by, check_finished, end_former_run, keep_answers
+from jdisagg.batch.journal import Journal, check_writable, left_journal
 from jdisagg.batch.lanes import Lanes, proxy_of
 from jdisagg.batch.progress import shown
-from jdisagg.batch.results import num_failed
 from jdisagg.batch.runner import run_batch
 from jdisagg.batch.said import say
 from jdisagg.batch.sender import Sender, Served, served_model
-from jdisagg.batch.summary import summary
+from jdisagg.batch.summary import Summary, summary
 from jdisagg.core.errors import ConfigError, JdisaggError, Unavailable
 from jdisagg.core.logs import setup_logs
 from jdisagg.core.settings import API_KEY_VARIABLE
@@ -51,12 +43,7 @@ def main(argv: Sequence[str], *, tidy: Callable[[], object] = lambda: None, what
     interrupted = f"interrupted; {what_next}"
     try:
         command = parse_command(argv)
-        again = command.retry_failed
-        if check_unpublished(command.batch, retry_failed=again) or (again and has_lines_to_retry(command.batch.output)):
-            asyncio.run(_run(command, tidy, interrupted))
-        else:
-            asyncio.run(_check_finished(command))
-        for text in summary(command.batch.output):
+        for text in _completed(command, tidy, interrupted).told(command.batch.output):
             say(text)
         return EXIT_DONE
     except JdisaggError as error:
@@ -70,9 +57,30 @@ def main(argv: Sequence[str], *, tidy: Callable[[], object] = lambda: None, what
         return EXIT_STOPPED
 
 
-async def _check_finished(command: Command) -> None:
-    """Say that there is nothing to do. Raises ConfigError when the server, if it is there, serves another model than the one
-    that answered, or other weights."""
+def _completed(command: Command, tidy: Callable[[], object], interrupted: str) -> Summary:
+    """Do what is left of the batch, and sum up its output."""
+    batch, again = command.batch, command.retry_failed
+    journal = left_journal(batch.output, batch.header())
+    with nullcontext() if journal is None else journal:
+        if journal is not None and end_former_run(batch, journal):
+            if not again:
+                say("every line was answered before: the output is written, nothing was run")
+                return summary(batch.output)
+            journal = None
+        if batch.output.exists() and (journal is None or not len(journal)):
+            found = check_finished(batch, retry_failed=again)
+            if found is not None and not (again and found.has_lines_to_retry):
+                asyncio.run(_say_complete(command, found))
+                return found
+        check_writable(batch.output)
+        if asyncio.run(_run(command, journal, tidy, interrupted)):
+            return summary(batch.output)
+    return _completed(command, tidy, interrupted)
+
+
+async def _say_complete(command: Command, found: Summary) -> None:
+    """There is nothing to do. Raises ConfigError when the server, if it is there, serves another model than the one that
+    answered, or other weights."""
     had = answered_by(command.batch.output)
     if command.server is not None and had is not None:
         async with _open_client(command) as client:
@@ -83,9 +91,9 @@ async def _check_finished(command: Command) -> None:
         _check_model(command, had, now)
     of = "" if had is None else f" by {_told(had)}"
     hint = ""
-    if has_lines_to_retry(command.batch.output):
+    if found.has_lines_to_retry:
         hint = "; --retry-failed asks again for what failed"
-    elif has_lines_to_mend(command.batch.output):
+    elif found.num_failed:
         hint = "; what failed is no request: mend it in the input, and --retry-failed asks for those lines alone"
     say(f"already complete{of}, nothing was run{hint}")
 
@@ -104,13 +112,12 @@ def _told(model: Served) -> str:
     return f"model {model.name!r}{weights}"
 
 
-async def _run(command: Command, tidy: Callable[[], object], interrupted: str) -> None:
+async def _run(command: Command, journal: Journal | None, tidy: Callable[[], object], interrupted: str) -> bool:
+    """Answer what `journal`, a former run's, lacks, or a new one. False: another process has finished the batch meanwhile."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     batch = command.batch
-    if batch.config is not None:
-        check_journal(batch.output, batch.header(batch.config.served_name))
     async with AsyncExitStack() as stack:
         try:
             client = await stack.enter_async_context(_open_client(command))
@@ -121,22 +128,25 @@ async def _run(command: Command, tidy: Callable[[], object], interrupted: str) -
         sender = Sender(client, patience_s=command.patience_s)
         served = await served_model(sender)
         header = batch.header(served.name, served.fingerprint)
-        if command.retry_failed:
-            await asyncio.to_thread(end_former_run, batch, header)
-        is_again = command.retry_failed and batch.output.exists()
-        if is_again and (had := answered_by(batch.output)) is not None:
+        if batch.output.exists() and (had := answered_by(batch.output)) is not None:
             _check_model(command, had, served)
-        with Journal(batch.output, header) as journal:
-            if is_again:
-                await asyncio.to_thread(keep_answers, batch, journal)
-            total = len(batch.numbers())
-            failed = 0 if command.quiet else await asyncio.to_thread(num_failed, journal.lines())
-            try:
-                with shown(total, len(journal), failed, quiet=command.quiet) as on_progress:
-                    await run_batch(batch, journal, sender, on_progress)
-            except (asyncio.CancelledError, JdisaggError):
-                say(f"{len(journal)} of {total} are done")
-                raise
+        if journal is None:
+            journal = stack.enter_context(Journal(batch.output, header))
+        else:
+            journal.check(header)
+        if batch.output.exists():
+            if not (command.retry_failed or len(journal)):
+                journal.remove()
+                return False
+            await keep_answers(batch, journal)
+        total = batch.num_lines
+        try:
+            with shown(total, len(journal), journal.num_failed, quiet=command.quiet) as on_progress:
+                await run_batch(batch, journal, sender, on_progress)
+        except (asyncio.CancelledError, JdisaggError):
+            say(f"{len(journal)} of {total} are done")
+            raise
+        return True
 
 
 def _open_client(command: Command) -> AbstractAsyncContextManager[httpx.AsyncClient]:

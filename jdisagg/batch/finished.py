@@ -7,25 +7,41 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from jdisagg.batch import strict_json
-from jdisagg.batch.journal import Journal, journal_path
-from jdisagg.batch.lines import BadLine, Call, read_lines
-from jdisagg.batch.results import is_answered, is_output_line, line_id, stays, weights_of
-from jdisagg.batch.runner import Batch, Finished
+from jdisagg.batch.journal import Journal
+from jdisagg.batch.lines import BadLine, Call, read_lines, read_lines_but
+from jdisagg.batch.passes import Pauses, tell_of_pass
+from jdisagg.batch.results import is_answered, line_id, read_output, stays, weights_of
+from jdisagg.batch.runner import Batch, Finished, to_its_end
 from jdisagg.batch.sender import Served
+from jdisagg.batch.summary import Summary
 from jdisagg.core.errors import ConfigError
 
 _LINES_AT_ONCE = 1000
 
 
-def check_unpublished(batch: Batch, *, retry_failed: bool) -> bool:
-    """False when a former run has finished this batch; when `retry_failed`, True where lines that failed have changed since.
-    Raises ConfigError when the output is another batch's."""
-    if not batch.output.exists() or journal_path(batch.output).exists():
-        return True
-    ids = [line and line.get("id") for line in _lines(batch.output)]
-    if ids == [line_id(batch.id, number) for number in batch.numbers()]:
+def end_former_run(batch: Batch, journal: Journal) -> bool:
+    """Publish what one left that was killed behind its last line, or whose output found no room. Whether it had left that.
+    Raises ConfigError, WriteFailed."""
+    if len(journal) < batch.num_lines:
         return False
+    numbers = list(batch.numbers())
+    if not all(number in journal for number in numbers):
+        return False
+    journal.publish(numbers)
+    return True
+
+
+def check_finished(batch: Batch, *, retry_failed: bool) -> Summary | None:
+    """Of an output that a former run has finished; when `retry_failed`, None where lines that failed have changed since. Raises
+    ConfigError when the output is another batch's."""
+    found = Summary()
+    tell_of_pass(batch.output, "whether it is this batch's, and complete")
+    for line, number in zip_longest(read_output(batch.output), batch.numbers()):
+        if line is None or number is None or line.get("id") != line_id(batch.id, number):
+            break
+        found.add(line)
+    else:
+        return found
     if not _is_mended(batch):
         raise ConfigError(
             f"--output: {batch.output} exists and is not the output of this batch (its input, --seed and engine); "
@@ -36,7 +52,7 @@ def check_unpublished(batch: Batch, *, retry_failed: bool) -> bool:
             f"--output: {batch.output} is of another input, from which this one differs in lines that failed only: "
             "--retry-failed asks for those and keeps all answers; or choose another --output"
         )
-    return True
+    return None
 
 
 def _is_mended(batch: Batch) -> bool:
@@ -47,7 +63,7 @@ def _is_mended(batch: Batch) -> bool:
         and now is not None
         and str(line.get("id")).endswith(f"_{now.number}")
         and (not is_answered(line) or _is_answer(batch, line, now))
-        for line, now in zip_longest(_lines(batch.output), asked)
+        for line, now in zip_longest(read_output(batch.output), asked)
     )
 
 
@@ -58,61 +74,37 @@ def _is_answer(batch: Batch, line: dict[str, Any], now: Call | BadLine) -> bool:
 
 def answered_by(output: Path) -> Served | None:
     """The model whose answers a finished output holds; None where none of them says."""
-    bodies = ((line["response"] or {}).get("body") for line in _lines(output) if line is not None)
+    bodies = ((line["response"] or {}).get("body") for line in read_output(output) if line is not None)
     named = next((body for body in bodies if isinstance(body, dict) and isinstance(body.get("model"), str)), None)
     return None if named is None else Served(named["model"], weights_of(named))
 
 
-def has_lines_to_retry(output: Path) -> bool:
-    """Whether asking again may answer more of this finished output."""
-    return any(line is not None and not stays(line) for line in _lines(output))
-
-
-def has_lines_to_mend(output: Path) -> bool:
-    """Whether lines failed in this finished output; of one that has none to retry: they are no requests."""
-    return any(line is not None and not is_answered(line) for line in _lines(output))
-
-
-def end_former_run(batch: Batch, header: dict[str, Any]) -> None:
-    """Publish what one left that was killed behind its last line: what failed in that is asked again, too. Raises ConfigError,
-    WriteFailed."""
-    if journal_path(batch.output).exists():
-        with Journal(batch.output, header) as journal:
-            numbers = batch.numbers()
-            if len(journal) == len(numbers):
-                journal.publish(numbers)
-
-
-def keep_answers(batch: Batch, journal: Journal) -> None:
+async def keep_answers(batch: Batch, journal: Journal) -> None:
     """What a finished output need not be asked again for counts as answered. The output stays until the next one is whole; an
     interrupted run takes the rest when it is repeated. Raises WriteFailed."""
     kept: list[Finished] = []
-    for number, line in _answers(batch):
-        if number not in journal:
-            kept.append((number, line))
+    pauses = Pauses()
+    tell_of_pass(batch.output, "which answers are kept")
+    for answer in _answers(batch):
+        await pauses.rest()
+        if answer is not None and answer[0] not in journal:
+            kept.append(answer)
         if len(kept) == _LINES_AT_ONCE:
-            journal.append(kept)
+            await to_its_end(journal.append, kept)
             kept = []
     if kept:
-        journal.append(kept)
+        await to_its_end(journal.append, kept)
 
 
-def _answers(batch: Batch) -> Iterator[Finished]:
-    """Under the ids of this batch, should it be of another one whose failed lines were mended."""
-    for line, now in zip(_lines(batch.output), read_lines(batch.input, seed=batch.seed), strict=False):
-        if line is None:
+def _answers(batch: Batch) -> Iterator[Finished | None]:
+    """Under the ids of this batch, should it be of another one whose failed lines were mended. None where there is none to keep
+    in what was read."""
+    written = read_output(batch.output)
+    for now in read_lines_but(batch.input, (), seed=batch.seed):
+        line = None if now is None else next(written, None)
+        if now is None or line is None:
+            yield None
             continue
         own = line_id(batch.id, now.number)
-        if (line.get("id") == own and stays(line)) or _is_answer(batch, line, now):
-            yield now.number, line | {"id": own}
-
-
-def _lines(output: Path) -> Iterator[dict[str, Any] | None]:
-    """None for a line that no batch wrote."""
-    with output.open("rb") as file:
-        for raw in file:
-            try:
-                line = strict_json.decode(raw)
-            except ValueError:
-                line = None
-            yield line if is_output_line(line) else None
+        is_kept = (line.get("id") == own and stays(line)) or _is_answer(batch, line, now)
+        yield (now.number, line | {"id": own}) if is_kept else None

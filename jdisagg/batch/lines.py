@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
@@ -44,10 +45,12 @@ class BadLine:
     message: str
 
 
-def open_input(path: Path) -> BufferedReader:
-    """For reading. Raises ConfigError when there is no such file any more, or it may not be read."""
+@contextmanager
+def open_input(path: Path) -> Iterator[BufferedReader]:
+    """For reading. Raises ConfigError when there is no such file any more, or it may not be read, or cannot be to its end."""
     try:
-        return path.open("rb")
+        with path.open("rb") as file:
+            yield file
     except OSError as error:
         raise ConfigError(
             f"--input: {path} cannot be read: {error.strerror}; mend that and run the same command again to go on from here"
@@ -61,38 +64,72 @@ def read_lines(path: Path, *, seed: int) -> Iterator[Call | BadLine]:
     number, as is any bad line without a custom_id; or nothing, where that is another line's custom_id: no two are the same.
     Raises ConfigError for a file that cannot be read.
     """
+    return (line for line in read_lines_but(path, (), seed=seed) if line is not None)
+
+
+def read_lines_but(path: Path, done: Container[int], *, seed: int) -> Iterator[Call | BadLine | None]:
+    """Likewise, but for those whose numbers are `done`, of which nothing is looked at but their names. None for each of these,
+    and for each that is looked at once more for its name: whoever asks may pause there."""
     first: dict[str, int] = {}  # custom_id -> its line
     taken: set[str] | None = None
     with open_input(path) as file:
         for number, raw in enumerate(file, start=1):
             if not raw.strip():
                 continue
+            if number in done:
+                if (name := _name(number, raw)) is not None:
+                    first.setdefault(name, number)
+                yield None
+                continue
             line = parse_line(number, raw, seed=seed)
             earlier = number if line.custom_id is None else first.setdefault(line.custom_id, number)
             if earlier != number:
                 line = BadLine(number, None, _repeated(line, earlier))
             if line.custom_id is None:
-                taken = _taken(path) if taken is None else taken
+                taken = (yield from _taken(path)) if taken is None else taken
                 line = replace(line, custom_id=None if _named_after(number) in taken else _named_after(number))
             yield line
 
 
-def _taken(path: Path) -> set[str]:
-    """The custom_ids of an input that another line may be called after its number. Parses no more lines than it must."""
+def _taken(path: Path) -> Generator[None, None, set[str]]:
+    """The custom_ids of an input that another line may be called after its number. Parses no more lines than it must, and
+    yields behind each."""
+    taken: set[str] = set()
     with open_input(path) as file:
-        likely = (pair for pair in enumerate(file, start=1) if any(part in pair[1] for part in _LIKE_A_DEFAULT))
-        named = (parse_line(number, raw, seed=0).custom_id for number, raw in likely)
-        return {name for name in named if name is not None and name.startswith(_DEFAULT)}
+        for number, raw in enumerate(file, start=1):
+            if any(part in raw for part in _LIKE_A_DEFAULT):
+                name = _name(number, raw)
+                if name is not None and name.startswith(_DEFAULT):
+                    taken.add(name)
+            yield
+    return taken
 
 
 def _named_after(number: int) -> str:
     return f"{_DEFAULT}{number}"
 
 
+def _name(number: int, raw: bytes) -> str | None:
+    """The custom_id that `parse_line` finds; only a line without one is looked at as closely."""
+    fields = _fields(number, raw)
+    if isinstance(fields, BadLine):
+        return fields.custom_id
+    custom_id = fields.get("custom_id")
+    if custom_id is not None and strict_json.flaw(custom_id) is None:
+        return custom_id
+    return _request(number, fields, seed=0).custom_id
+
+
 def parse_line(number: int, raw: bytes, *, seed: int) -> Call | BadLine:
     """One line; what is wrong with it is data, not an exception. A request without a custom_id is called after its number.
 
     A bad line is called nothing where it has none that can be used."""
+    fields = _fields(number, raw)
+    return fields if isinstance(fields, BadLine) else _request(number, fields, seed=seed)
+
+
+def _fields(number: int, raw: bytes) -> dict[str, Any] | BadLine:
+    """Of an object whose custom_id, if it has one, is a text."""
     try:
         fields = strict_json.decode(raw)
     except ValueError as error:
@@ -104,6 +141,11 @@ def parse_line(number: int, raw: bytes, *, seed: int) -> Call | BadLine:
         return BadLine(number, None, f"line {number}: custom_id must be a string, got {type(custom_id).__name__}")
     if custom_id == "":
         return BadLine(number, None, f"line {number}: custom_id is empty; give it a name, or leave it out")
+    return fields
+
+
+def _request(number: int, fields: dict[str, Any], *, seed: int) -> Call | BadLine:
+    custom_id = fields.get("custom_id")
     if flaw := strict_json.flaw(fields):
         named = None if strict_json.flaw(custom_id) else custom_id
         return BadLine(number, named, f"line {number} cannot be sent as JSON: {flaw}")

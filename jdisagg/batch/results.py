@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, TypeGuard
 
+from jdisagg.batch import strict_json
 from jdisagg.batch.lines import BadLine, Call
 
 _OK = 200
 _INVALID_LINE = "invalid_line"
+_RESPONSE = b',"response":'  # in a line as it is written, and in no text in it, where quotes are escaped
+_ANSWERED = (_RESPONSE + b'{"status_code":200,', _RESPONSE + b'{"status_code":200}')
 
 
 def line_id(batch_id: str, number: int) -> str:
@@ -73,9 +77,25 @@ def is_answered(line: dict[str, Any]) -> bool:
     return line["response"] is not None and line["response"]["status_code"] == _OK
 
 
+def is_answered_as_written(raw: bytes) -> bool:
+    """Likewise, of one as a journal holds it: nothing is decoded."""
+    return raw.startswith(_ANSWERED, raw.find(_RESPONSE))
+
+
 def num_failed(lines: Iterable[dict[str, Any]]) -> int:
     """How many of these output lines are no such answer."""
     return sum(not is_answered(line) for line in lines)
+
+
+def read_output(output: Path) -> Iterator[dict[str, Any] | None]:
+    """The lines of a finished output; None for one that no batch wrote."""
+    with output.open("rb") as file:
+        for raw in file:
+            try:
+                line = strict_json.decode(raw)
+            except ValueError:
+                line = None
+            yield line if is_output_line(line) else None
 
 
 def stays(line: dict[str, Any]) -> bool:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jdisagg.batch import strict_json
-from jdisagg.batch.journal import CREATED, Journal, journal_path
-from jdisagg.batch.lines import BadLine, Call, open_input, read_lines
+from jdisagg.batch.journal import CREATED, FINGERPRINT, MODEL, Journal, journal_path
+from jdisagg.batch.lines import BadLine, Call, open_input, read_lines_but
+from jdisagg.batch.passes import Pauses, tell_of_pass
 from jdisagg.batch.results import answer_line, bad_answer_line, error_line, line_id
 from jdisagg.batch.sender import Sender
 from jdisagg.batch.tries import BadAnswer
@@ -25,7 +26,6 @@ from jdisagg.core.errors import ConfigError
 _ANSWERING = ("model", "load_format", "dtype", "kv_cache_dtype", "max_model_len", "numerics", "tool_call_parser")
 _INPUT = "input_sha256"
 _JOURNAL = 3  # the form of journals: lines of form 1 do not name their batch, the CRC32 of form 2 says nothing of the number
-_BLOCK_BYTES = 2**20
 Finished = tuple[int, dict[str, Any]]  # input line number, output line
 
 
@@ -35,6 +35,7 @@ class _Found(NamedTuple):
     sha256: str
     num_bytes: int
     changed_s: int  # time of its last change
+    num_lines: int  # that get an output line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,31 +69,39 @@ class Batch:
         asked = strict_json.encode([settings, call.custom_id, call.url, call.body])
         return f"batch-{call.number}-{hashlib.sha256(asked).hexdigest()[:16]}"
 
-    def header(self, model: str, fingerprint: str | None = None) -> dict[str, Any]:
+    def header(self, model: str | None = None, fingerprint: str | None = None) -> dict[str, Any]:
         """What the journal must agree with; `model`: the name of the one that answers, `fingerprint`: of its weights, as far as
-        it is known. `created` (seconds) stands in for the time of an answer, so that a resumed run writes what an undisturbed
-        one would; a journal that is there keeps its own."""
-        weights = {} if fingerprint is None else {"fingerprint": fingerprint}
-        return {"journal": _JOURNAL, "model": model} | weights | self.identity | {CREATED: self._found.changed_s}
+        they are known. `created` (seconds) stands in for the time of an answer, so that a resumed run writes what an
+        undisturbed one would; a journal that is there keeps its own."""
+        who = {key: value for key, value in ((MODEL, model), (FINGERPRINT, fingerprint)) if value is not None}
+        return {"journal": _JOURNAL} | who | self.identity | {CREATED: self._found.changed_s}
+
+    @property
+    def num_lines(self) -> int:
+        """Of the input as it was found, that get an output line."""
+        return self._found.num_lines
 
     @cached_property
     def _found(self) -> _Found:
+        digest, num_lines = hashlib.sha256(), 0
+        tell_of_pass(self.input, "which batch it is")
         with open_input(self.input) as file:
             changed_s = int(os.fstat(file.fileno()).st_mtime)
-            return _Found(hashlib.file_digest(file, "sha256").hexdigest(), file.tell(), changed_s)
+            for raw in file:
+                digest.update(raw)
+                num_lines += bool(raw.strip())
+            return _Found(digest.hexdigest(), file.tell(), changed_s, num_lines)
 
-    def numbers(self) -> list[int]:
-        """Input lines that get an output line."""
-        with open_input(self.input) as file:
-            return [number for number, raw in enumerate(file, start=1) if raw.strip()]
-
-    def check_input(self) -> None:
-        """Raise ConfigError when the input does not begin as it was found. What came behind that has numbers of its own."""
+    def numbers(self) -> Iterator[int]:
+        """Input lines that get an output line. Raises ConfigError behind the last when the input does not begin as it was
+        found; what came behind that has numbers of its own."""
         digest, left_bytes = hashlib.sha256(), self._found.num_bytes
         with open_input(self.input) as file:
-            while block := file.read(min(left_bytes, _BLOCK_BYTES)):
-                digest.update(block)
-                left_bytes -= len(block)
+            for number, raw in enumerate(file, start=1):
+                digest.update(raw[:left_bytes])
+                left_bytes = max(0, left_bytes - len(raw))
+                if raw.strip():
+                    yield number
         if digest.hexdigest() != self._found.sha256:
             raise ConfigError(
                 f"the input changed while its batch ran: {self.input} has no longer the lines that it had, and answers may be "
@@ -108,7 +117,9 @@ async def run_batch(
     Raises Unavailable when the server stays away, WriteFailed when the disk is full, ConfigError when the input is gone or
     changed meanwhile; the journal then holds what was answered.
     """
-    pending = (line for line in read_lines(batch.input, seed=batch.seed) if line.number not in journal)
+    if len(journal):
+        tell_of_pass(batch.input, "what is not answered yet")
+    pending = read_lines_but(batch.input, journal, seed=batch.seed)
     answers: asyncio.Queue[Finished | None] = asyncio.Queue(maxsize=batch.max_concurrency)
     try:
         async with asyncio.TaskGroup() as group:
@@ -117,14 +128,29 @@ async def run_batch(
             await answers.put(None)
     except BaseExceptionGroup as failures:
         raise _first(failures) from failures
-    await asyncio.to_thread(batch.check_input)
-    await _to_its_end(journal.publish, batch.numbers())
+    await to_its_end(journal.publish, await _numbers(batch))
+
+
+async def _numbers(batch: Batch) -> list[int]:
+    """Raises ConfigError when the input changed meanwhile."""
+    numbers: list[int] = []
+    pauses = Pauses()
+    tell_of_pass(batch.input, "whether it is as it was")
+    for number in batch.numbers():
+        numbers.append(number)
+        await pauses.rest()
+    return numbers
 
 
 async def _answer_all(
-    batch: Batch, pending: Iterator[Call | BadLine], sender: Sender, answers: asyncio.Queue[Finished | None], created: int
+    batch: Batch,
+    pending: Iterator[Call | BadLine | None],
+    sender: Sender,
+    answers: asyncio.Queue[Finished | None],
+    created: int,
 ) -> None:
     places = asyncio.Semaphore(batch.max_concurrency)
+    pauses = Pauses()
 
     async def answer(line: Call | BadLine) -> None:
         with ExitStack() as place:
@@ -133,8 +159,10 @@ async def _answer_all(
 
     async with asyncio.TaskGroup() as group:
         for line in pending:
-            await places.acquire()
-            group.create_task(answer(line))
+            await pauses.rest()
+            if line is not None:
+                await places.acquire()
+                group.create_task(answer(line))
 
 
 async def _answer(
@@ -165,7 +193,7 @@ async def _write(
 
     async def append(finished: Sequence[Finished]) -> None:
         if finished:
-            await _to_its_end(journal.append, finished)
+            await to_its_end(journal.append, finished)
             on_progress(finished)
 
     try:
@@ -184,7 +212,7 @@ def _left(answers: asyncio.Queue[Finished | None]) -> Iterator[Finished | None]:
         yield answers.get_nowait()
 
 
-async def _to_its_end(write: Callable[[Any], None], what: Any) -> None:
+async def to_its_end(write: Callable[[Any], None], what: Any) -> None:
     """`write(what)` in a thread, which nobody can stop: who is cancelled waits for it, since the journal is closed next."""
     thread = asyncio.ensure_future(asyncio.to_thread(write, what))
     try:

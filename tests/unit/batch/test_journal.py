@@ -8,13 +8,13 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdisagg.batch.journal import Journal, WriteFailed, check_journal, journal_path
+from jdisagg.batch.journal import Journal, WriteFailed, check_writable, journal_path, left_journal
 from jdisagg.core.errors import ConfigError
 
 HEADER = {"journal": 1, "seed": 0}
@@ -44,7 +44,7 @@ def test_a_journal_cut_anywhere_keeps_every_whole_line(tmp_path_factory: pytest.
     assert not journal_path(output).exists()
 
 
-def test_a_damaged_line_and_all_after_it_are_done_again(tmp_path: Path) -> None:
+def test_a_damaged_line_and_all_after_it_are_done_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     output = tmp_path / "out.jsonl"
     fill(output, [1, 2, 3])
     raw = journal_path(output).read_bytes()
@@ -52,6 +52,21 @@ def test_a_damaged_line_and_all_after_it_are_done_again(tmp_path: Path) -> None:
     with Journal(output, HEADER) as journal:
         assert len(journal) == 1
         assert 1 in journal
+    good = journal_path(output).read_bytes()
+    assert raw.startswith(good)
+    (told,) = caplog.messages
+    lost = f"{len(raw) - len(good)} bytes, are asked again"
+    assert told == f"{journal_path(output)} is damaged at byte {len(good)}: that line and all behind it, {lost}"
+
+
+@pytest.mark.parametrize("cut", [0, 1, 5])
+def test_of_a_line_that_was_being_written_nothing_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, cut: int) -> None:
+    output = tmp_path / "out.jsonl"
+    fill(output, [1, 2])
+    os.truncate(journal_path(output), journal_path(output).stat().st_size - cut)
+    with Journal(output, HEADER) as journal:
+        assert len(journal) == (1 if cut else 2)
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize("at", range(32))
@@ -100,9 +115,29 @@ def test_a_file_system_without_locks_is_told_of(tmp_path: Path, monkeypatch: pyt
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refused)
-    for opened in (Journal, check_journal):
+    for opened in (Journal, left_journal):
         with pytest.raises(ConfigError, match=rf"journal cannot be locked: {os.strerror(number)}; choose an --output on a"):
             opened(output, HEADER)
+
+
+def test_over_nfs_which_locks_for_those_who_may_write_a_batch_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, flock = tmp_path / "out.jsonl", fcntl.flock
+
+    def of_nfs(file: IO[bytes], operation: int) -> None:
+        """As fs/nfs/nfs4proc.c has it."""
+        if operation & fcntl.LOCK_EX and fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", of_nfs)
+    fill(output, [1])
+    for opened in (left_journal, Journal):
+        journal = opened(output, HEADER)
+        assert journal is not None
+        with journal:
+            assert 1 in journal
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.EIO])
@@ -167,38 +202,53 @@ def test_a_line_that_is_finished_twice_is_a_bug_and_costs_nothing(tmp_path: Path
     assert output.read_text(encoding="utf-8") == '{"id":1,"text":"žluť\\n"}\n'
 
 
-def test_before_an_engine_is_loaded_a_journal_is_looked_at_and_left_alone(tmp_path: Path) -> None:
+def test_what_a_former_run_left_is_opened_and_nothing_is_begun_before_it_is_known_who_answers(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    check_journal(output, HEADER)
+    assert left_journal(output, HEADER) is None
     assert not list(tmp_path.iterdir())
-    fill(output, [1])
+    by_whom = HEADER | {"model": "m", "fingerprint": "w"}
+    with Journal(output, by_whom | {"created": 7}) as journal:
+        journal.append([(1, {"id": 1})])
     raw = journal_path(output).read_bytes()
-    check_journal(output, HEADER | {"created": 5})
-    check_journal(output, {"seed": 0})  # what is not known yet is nobody else's
-    with pytest.raises(ConfigError, match="journal belongs to another batch: its seed is 0, this one's is 5"):
-        check_journal(output, HEADER | {"seed": 5})
-    with Journal(output, HEADER), pytest.raises(ConfigError, match="journal: another process is running this batch"):
-        check_journal(output, HEADER)
+    for known in (HEADER, HEADER | {"created": 5}, HEADER | {"model": "m"}, by_whom):
+        journal = left_journal(output, known)
+        assert journal is not None
+        with journal:
+            assert 1 in journal
+            assert journal.created == 7
+            journal.check(by_whom)
+            with pytest.raises(ConfigError, match="its fingerprint is 'w', this one's is 'v'"):
+                journal.check(by_whom | {"fingerprint": "v"})
+            with pytest.raises(ConfigError, match="its fingerprint is 'w', this one's is None"):
+                journal.check(HEADER | {"model": "m"})
+            with pytest.raises(ConfigError, match="journal: another process is running this batch"):
+                left_journal(output, HEADER)
+    for other, said in (
+        ({"seed": 5}, "its seed is 0, this one's is 5"),
+        ({"model": "n"}, "its model is 'm'"),
+        ({"x": 1}, "its x"),
+    ):
+        with pytest.raises(ConfigError, match=f"journal belongs to another batch: {said}"):
+            left_journal(output, HEADER | other)
+    with pytest.raises(ConfigError, match="its seed is 0, this one's is None"):
+        left_journal(output, {"journal": 1})
     assert journal_path(output).read_bytes() == raw
     journal_path(output).write_bytes(raw[:5])  # a run was killed in its first line
-    check_journal(output, HEADER | {"seed": 5})
+    assert left_journal(output, HEADER | {"seed": 5}) is None
+    assert journal_path(output).read_bytes() == raw[:5]
     journal_path(output).write_bytes(b"garbage")
     with pytest.raises(ConfigError, match="journal is no journal of a batch"):
-        check_journal(output, HEADER)
+        left_journal(output, HEADER)
 
 
-@pytest.mark.parametrize("begun", [True, False])
-def test_a_journal_that_could_not_be_written_is_told_of_before_an_engine_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool
+def test_a_directory_that_could_not_be_written_is_told_of_before_an_engine_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file where there is one, else its directory; root, as whom tests may run, may write everything."""
-    output = tmp_path / "out.jsonl"
-    if begun:
-        fill(output, [1])
-    refused = journal_path(output) if begun else tmp_path
-    monkeypatch.setattr(os, "access", lambda path, mode: not (path == refused and mode & os.W_OK))
+    """Root, as whom tests may run, may write everything."""
+    check_writable(tmp_path / "out.jsonl")
+    monkeypatch.setattr(os, "access", lambda path, mode: not (path == tmp_path and mode & os.W_OK))
     with pytest.raises(ConfigError, match="journal cannot be written; mend that or choose another --output"):
-        check_journal(output, HEADER)
+        check_writable(tmp_path / "out.jsonl")
 
 
 @pytest.mark.parametrize("length", range(1, len('{"journal":1,"seed":0}') + 1))

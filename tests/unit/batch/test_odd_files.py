@@ -263,14 +263,14 @@ def test_an_input_is_compared_with_what_was_found_to_its_last_byte_and_may_grow(
     batch = Batch(input=source, output=tmp_path / "out.jsonl")
     assert len(batch.id) == 8  # it is found
     raw = source.read_bytes()
-    source.write_bytes(raw + b'{"prompt": "y"}\n')
-    batch.check_input()
+    source.write_bytes(raw + b'{}\n{"prompt": "y"}\n')
+    assert list(batch.numbers()) == list(range(1, 150_003))
     changed = bytearray(raw)
     changed[at] ^= 1
     for other in (bytes(changed), raw[:-1], b""):
         source.write_bytes(other)
         with pytest.raises(ConfigError, match="the input changed while its batch ran"):
-            batch.check_input()
+            list(batch.numbers())
 
 
 def test_a_batch_keeps_the_time_of_the_input_that_it_found(tmp_path: Path) -> None:

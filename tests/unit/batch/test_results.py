@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,12 +13,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jdisagg.batch.finished import answered_by, has_lines_to_retry, keep_answers
+from jdisagg.batch.finished import answered_by, keep_answers
 from jdisagg.batch.journal import Journal
 from jdisagg.batch.lines import BadLine, Call
 from jdisagg.batch.results import answer_line, bad_answer_line, error_line, is_output_line, stays
 from jdisagg.batch.runner import Batch
 from jdisagg.batch.sender import Served
+from jdisagg.batch.summary import summary
 
 CALL = Call(3, "a", "/v1/completions", {"prompt": "x"})
 ANSWERED = {"id": "batch_b_1", "response": {"status_code": 200, "body": {}}, "error": None}
@@ -95,7 +97,9 @@ def test_a_line_without_an_answer_has_the_name_of_its_request() -> None:
 )
 def test_what_another_try_cannot_change_is_not_asked_again(tmp_path: Path, line: dict[str, Any], kept: bool) -> None:
     assert stays(line) == kept
-    assert has_lines_to_retry(written(tmp_path, [ANSWERED, line, 5])) != kept
+    found = summary(written(tmp_path, [ANSWERED, {"id": "batch_b_1"} | line, 5]))
+    assert found.has_lines_to_retry != kept
+    assert found.num_failed == (line is not ANSWERED)
 
 
 @pytest.mark.parametrize("value", [None, [], "response", {}, {"response": 5}, {"response": {}}])
@@ -133,7 +137,7 @@ def test_every_answer_of_a_finished_output_is_kept_once_however_many_there_are(
     written(directory, lines)
     with Journal(batch.output, batch.header("m")) as journal:
         journal.append((number, {"known": number}) for number in sorted(known))
-        keep_answers(batch, journal)
+        asyncio.run(keep_answers(batch, journal))
         answered = {number for number, how in enumerate(ended, start=1) if how == "answered"}
         assert {number for number in range(1, 13) if number in journal} == answered | known
         missing = [number for number in range(1, 13) if number not in journal]

@@ -33,7 +33,7 @@ def answered(asked: Call, status_code: int = 200, **body: Any) -> dict[str, Any]
 def told(directory: Path, lines: list[dict[str, Any]]) -> list[str]:
     path = directory / "out.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return summary(path)
+    return summary(path).told(path)
 
 
 def test_a_finished_output_is_counted_by_the_weights_that_answered(tmp_path: Path) -> None:
