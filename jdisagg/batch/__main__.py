@@ -11,8 +11,8 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, nullcontext
 
 import httpx
 
@@ -43,7 +43,9 @@ def main(argv: Sequence[str], *, tidy: Callable[[], object] = lambda: None, what
     interrupted = f"interrupted; {what_next}"
     try:
         command = parse_command(argv)
-        for text in _completed(command, tidy, interrupted).told(command.batch.output):
+        with _ended_by_sigterm():
+            found = _completed(command, tidy, interrupted)
+        for text in found.told(command.batch.output):
             say(text)
         return EXIT_DONE
     except JdisaggError as error:
@@ -74,8 +76,19 @@ def _completed(command: Command, tidy: Callable[[], object], interrupted: str) -
                 return found
         check_writable(batch.output)
         if asyncio.run(_run(command, journal, tidy, interrupted)):
-            return summary(batch.output)
+            with _ended_by_sigterm():  # once more: the loop has left what the system does
+                return summary(batch.output)
     return _completed(command, tidy, interrupted)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """As by Ctrl-C."""
+    former = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 async def _say_complete(command: Command, found: Summary) -> None:

@@ -1,8 +1,9 @@
-"""A batch that is told to stop while it writes."""
+"""A batch that is told to stop while it writes, or reads."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,10 +12,14 @@ from typing import Any
 import httpx
 import pytest
 
+from jdisagg.batch import __main__ as command_line
+from jdisagg.batch.__main__ import main
 from jdisagg.batch.journal import Journal
 from jdisagg.batch.runner import Batch, run_batch
 from jdisagg.batch.sender import Sender
 from jdisagg.core.errors import Unavailable
+from tests.unit.batch.command_line import arguments, write
+from tests.unit.batch.fake_server import serving
 
 HANG_S = 60.0
 
@@ -115,3 +120,29 @@ def test_what_was_answered_while_another_line_was_being_journalled_gets_there_to
     asyncio.run(body())
     with Journal(batch.output, batch.header("fake")) as journal:
         assert [number for number in range(1, 6) if number in journal] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("within", ["left_journal", "summary"])
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_batch_ends_alike_at_both_signals_before_it_asks_and_behind_its_last_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], within: str, sent: signal.Signals
+) -> None:
+    """Without a loop that hears them."""
+    source, output = write(tmp_path / "in.jsonl", ['{"prompt": "x"}']), tmp_path / "out.jsonl"
+
+    def long_pass(*_: object) -> None:
+        signal.raise_signal(sent)
+        raise AssertionError("it goes on")
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.getsignal(signal.SIGTERM)
+    try:
+        with serving() as server:
+            with monkeypatch.context() as patch:
+                patch.setattr(command_line, within, long_pass)
+                assert main(arguments(source, output, server.url)) == 1
+            assert capsys.readouterr().err == "jdisagg.batch: interrupted; the same command goes on from here\n"
+            assert main(arguments(source, output, server.url)) == 0
+            assert server.asked.total() == 1
+        assert signal.getsignal(signal.SIGTERM) == before[1]
+    finally:
+        signal.signal(signal.SIGINT, before[0])
