@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Any
 
@@ -65,15 +66,15 @@ class PageBook:
         assert not holding.pages, "pin into a holding that has pages"
         self._allocator.retain(hits)
         holding.pages.extend(hits)
-        holding.num_indexed = len(hits)
+        holding.num_indexed = holding.num_offered = len(hits)
 
     def share(self, holding: Holding, donor: Holding, num_pages: int) -> None:
         """Take references to the donor's first pages as the leading ones of an empty holding. What the donor would offer to the
         index, this one does; nobody offers what was taken out of it."""
         self.pin(holding, tuple(donor.pages[:num_pages]))
         holding.keys = donor.keys[:num_pages]
-        twins = set(donor.twins)
-        holding.twins = [i for i in range(len(holding.pages)) if i in twins or i >= donor.num_indexed]
+        holding.num_offered = min(donor.num_offered, num_pages)
+        holding.twins = donor.twins[: bisect_left(donor.twins, num_pages)]
         holding.is_private = donor.is_private
 
     def grow(self, holding: Holding, num_pages: int) -> tuple[int, ...] | None:
@@ -90,18 +91,18 @@ class PageBook:
         self._promise(holding, max(0, num_pages - len(holding.pages)))
 
     def cache_full_pages(self, sequence: Sequence) -> None:
-        """Offer the full pages below `num_computed` to the prefix index: the steps that wrote them have committed. Twins are
-        offered again: the other page may be gone, and nothing is found behind a hole."""
+        """Offer the full pages below `num_computed` to the prefix index: the steps that wrote them have committed. Twins whose
+        other page is gone are offered again: nothing is found behind a hole."""
         holding = sequence.holding
         num_full = min(sequence.num_computed, sequence.num_known) // self.page_size  # beyond its end there is junk
         if num_full <= holding.num_indexed:
             return
-        offered, holding.num_indexed = [*holding.twins, *range(holding.num_indexed, num_full)], num_full
+        begin, holding.num_offered, holding.num_indexed = holding.num_offered, num_full, num_full
         if holding.is_private or not self._caching:
             return
         self._hash(sequence, num_full)
-        new, holding.twins = [], []
-        for i in offered:
+        new: list[int] = []
+        for i in (*self._take_lost(holding), *range(begin, num_full)):
             if self._index.insert(holding.keys[i], holding.pages[i]):
                 new.append(i)
             elif not self._index.has(holding.pages[i]):  # it is where who shares it has offered it
@@ -117,7 +118,7 @@ class PageBook:
             self._allocator.touch(reversed(self._index.match_keys(holding.keys[: len(holding.pages)])))
         holding.pages.clear()
         holding.twins.clear()
-        holding.num_indexed = holding.held_tokens = 0
+        holding.num_indexed = holding.num_offered = holding.held_tokens = 0
         self._promise(holding, 0)
 
     def distrust(self, holding: Holding) -> None:
@@ -177,6 +178,18 @@ class PageBook:
         key = self._index.evict(page)
         if self._journal is not None:
             self._journal.removed(key)
+
+    def _take_lost(self, holding: Holding) -> list[int]:
+        """Of its twins, in order, those whose other pages are gone, and maybe more; it has them no longer. All of a long prompt
+        may be twins, and be asked about with each page that is filled: a prefix is evicted from its end on, and of pages that
+        are not trusted from its beginning, so that its ends tell."""
+        twins, keys = holding.twins, holding.keys
+        num_kept = len(twins) if twins and self._index.knows(keys[twins[0]]) else 0
+        while num_kept and not self._index.knows(keys[twins[num_kept - 1]]):
+            num_kept -= 1
+        lost = twins[num_kept:]
+        del twins[num_kept:]
+        return lost
 
     def _record(self, journal: PrefixJournal, sequence: Sequence, new: list[int]) -> None:
         """One event for each run of consecutive pages in `new` (indices into the holding, ascending)."""

@@ -23,8 +23,9 @@ class Holding:
 
     pages: list[int] = field(default_factory=list)  # in token order
     keys: list[bytes] = field(default_factory=list)  # of the leading full pages hashed so far
-    num_indexed: int = 0  # leading pages offered to the prefix index, if there is one
-    twins: list[int] = field(default_factory=list)  # of them, those that are not in it: another page had their tokens already
+    num_indexed: int = 0  # leading pages that are full or shared; whatever is filled behind them is offered to the prefix index
+    num_offered: int = 0  # leading pages that were offered, by it or by who it is forked from, if there is an index
+    twins: list[int] = field(default_factory=list)  # of those, ascending: another page had their tokens already
     is_private: bool = False  # it, or who it is forked from, lived when the index was reset: it offers nothing any more
     num_promised: int = 0  # pages set aside for it that it has not taken yet
     held_tokens: int = 0  # leading tokens a remote sequence found at add(); their pages are pinned from then on

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdisagg.kv.events import Removed, Stored
+from jdisagg.kv.prefix import PrefixIndex
 from jdisagg.sched.pages import PageBook
 from jdisagg.sched.sequence import Holding, Sequence
 from jdisagg.sched.states import Status
@@ -124,6 +125,57 @@ def test_pages_whose_tokens_another_one_has_are_offered_again_when_that_is_gone(
     assert pages.find(twin, 12) == tuple(twin.holding.pages[:3])
     assert twin.holding.twins == []
     pages.check([twin.holding, taken])
+
+
+def test_of_many_twins_only_those_are_offered_again_whose_others_are_gone() -> None:
+    pages, prompt = book(num_pages=14), tuple(range(1, 22))
+    first, twin = computed(pages, 16, prompt), computed(pages, 16, prompt)
+    whole = pages.find(first, 16)
+    pages.drop(first.holding)
+    taken = Holding()
+    assert pages.grow(taken, 5) is not None  # three that were free, and the last two of the first one
+    assert pages.find(twin, 16) == whole[:2]
+    twin.num_computed = 20
+    pages.cache_full_pages(twin)
+    assert twin.holding.twins == [0, 1]
+    assert pages.find(twin, 20) == (*whole[:2], *twin.holding.pages[2:5])
+    pages.check([twin.holding, taken])
+
+
+def test_twins_whose_others_are_not_trusted_are_offered_again() -> None:
+    pages, prompt = book(num_pages=20), tuple(range(1, 22))
+    first, twin, bad = computed(pages, 16, prompt), computed(pages, 16, prompt), Holding()
+    pages.pin(bad, pages.find(first, 8))
+    pages.distrust(bad)
+    twin.num_computed = 20
+    pages.cache_full_pages(twin)
+    assert pages.find(twin, 20) == (*twin.holding.pages[:2], *first.holding.pages[2:4], twin.holding.pages[4])
+    assert twin.holding.twins == [2, 3]
+    pages.check([first.holding, twin.holding, bad])
+
+
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_a_page_that_is_filled_costs_the_same_however_many_twins_are_before_it(
+    is_forked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bytes] = []
+    insert, knows = PrefixIndex.insert, PrefixIndex.knows
+    monkeypatch.setattr(PrefixIndex, "insert", lambda index, key, page: asked.append(key) or insert(index, key, page))
+    monkeypatch.setattr(PrefixIndex, "knows", lambda index, key: asked.append(key) or knows(index, key))
+    pages, prompt = book(num_pages=900), tuple(range(1, 808))
+    twins = [computed(pages, 800, prompt) for _ in range(2)]
+    last = twins[-1]
+    if is_forked:
+        last = computed(book(num_pages=900), 0, prompt)
+        last.holding = Holding()
+        pages.share(last.holding, twins[-1].holding, 200)
+        assert pages.grow(last.holding, 202) is not None
+    assert len(last.holding.twins) == 200
+    asked.clear()
+    last.num_computed = 804
+    pages.cache_full_pages(last)
+    assert len(asked) < 5
+    assert len(last.holding.twins) == 200
 
 
 def test_the_head_of_a_prefix_that_two_have_computed_in_turns_is_evicted_last() -> None:
