@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -77,16 +78,19 @@ def is_shaped(sampling: SamplingParams) -> bool:
 
 def pack_history(admit: Admit, *, num_slots: int, vocab_size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Cells (i32[3, C], f32[C]) that rebuild counts and bias of a shaped request."""
-    amounts: Counter[int] = Counter(admit.generated_token_ids)
-    amounts.update(dict.fromkeys(admit.prompt_token_ids, PROMPT_BIT))
-    cells = [(token, amount, 0.0) for token, amount in amounts.items()]
-    cells += [(token, 0, bias) for token, bias in dict(admit.sampling.logit_bias).items()]
-    cells = [cell for cell in cells if 0 <= cell[0] < vocab_size]
-    for first in range(0, len(cells), HISTORY_CELLS):
+    amounts = dict.fromkeys(admit.prompt_token_ids, PROMPT_BIT)
+    for token, count in Counter(admit.generated_token_ids).items():
+        amounts[token] = amounts.get(token, 0) + count
+    biases, num = dict(admit.sampling.logit_bias), len(amounts)
+    cells = np.zeros((3, num + len(biases)))  # token, amount, added; long prompts have tens of thousands
+    cells[0] = np.fromiter(chain(amounts, biases), np.float64)
+    cells[1, :num], cells[2, num:] = np.fromiter(amounts.values(), np.float64), np.fromiter(biases.values(), np.float64)
+    cells = cells[:, (cells[0] >= 0) & (cells[0] < vocab_size)]
+    for first in range(0, cells.shape[1], HISTORY_CELLS):
+        some = cells[:, first : first + HISTORY_CELLS]
         entries, bias = empty_history(num_slots)
-        for number, (token, amount, added) in enumerate(cells[first : first + HISTORY_CELLS]):
-            entries[:, number] = admit.slot, token, amount
-            bias[number] = added
+        entries[0, : some.shape[1]] = admit.slot
+        entries[1:, : some.shape[1]], bias[: some.shape[1]] = some[:2], some[2]
         yield entries, bias
 
 

@@ -1,6 +1,7 @@
 """Host side of a step: tiles, buckets, admissions."""
 
 import itertools
+from collections import Counter
 
 import jax
 import numpy as np
@@ -115,6 +116,26 @@ def test_history_counts_prompt_and_generated_tokens():
     assert table.tolist() == [0, 0, 0, 0, 0, PROMPT_BIT, PROMPT_BIT + 1, 2, 0, 0]
     assert added[6] == 2.0
     assert not added[:6].any()
+
+
+def test_a_long_history_takes_several_updates_and_is_told_in_whole():
+    draw, num_tokens = np.random.default_rng(5), 4 * updates.HISTORY_CELLS
+    prompt, generated = (draw.integers(0, num_tokens, num_tokens).tolist() for _ in range(2))
+    sampling = SamplingParams(repetition_penalty=1.1, logit_bias=tuple((token, token / 2) for token in range(0, num_tokens, 7)))
+    request = admit(1, (1,), prompt, sampling, generated=generated)
+    steps = list(updates.pack_history(request, num_slots=4, vocab_size=num_tokens))
+    assert len(steps) > 4
+    table, added = np.zeros(num_tokens, np.int64), np.zeros(num_tokens)
+    for entries, bias in steps:
+        assert (entries.dtype, entries.shape) == (np.int32, (3, updates.HISTORY_CELLS))
+        assert (bias.dtype, bias.shape) == (np.float32, (updates.HISTORY_CELLS,))
+        used = entries[0] == 1
+        assert set(entries[0][np.logical_not(used)].tolist()) <= {5}, "padding names no slot"
+        np.add.at(table, entries[1, used], entries[2, used])
+        np.add.at(added, entries[1, used], bias[used])
+    wanted = Counter(generated) + Counter(dict.fromkeys(prompt, PROMPT_BIT))
+    assert table.tolist() == [wanted[token] for token in range(num_tokens)]
+    assert added.tolist() == [0 if token % 7 else token / 2 for token in range(num_tokens)]
 
 
 def test_admissions_come_in_fixed_sizes_and_padding_names_no_slot():
