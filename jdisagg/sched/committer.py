@@ -128,6 +128,7 @@ class Committer:
             return self.failure(sequence, NumericalError(message))
         # With the first token only; nothing predicts the first prompt token.
         prompt_logprobs = (None, *sequence.told.prompt_logprobs) if sequence.wants_prompt_logprobs else None
+        sequence.told.prompt_logprobs.clear()
         tokens, stop = self._up_to_end(sequence, sampled.token_ids[: row.num_samples])
         sequence.generated.extend(tokens)
         finish, stop_token_id = stop or (None, None)

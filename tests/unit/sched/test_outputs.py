@@ -85,6 +85,19 @@ def test_a_request_for_its_prompt_alone_needs_no_logits_behind_it() -> None:
     assert len(output.prompt_logprobs) == len(PROMPT)
 
 
+def test_what_was_told_of_a_prompt_is_kept_no_longer() -> None:
+    """With many alternatives of a long prompt it is a gigabyte."""
+    engine = FakeEngine(delay=0)
+    engine.add(request("a", PROMPT, 9, prompt_logprobs=0))
+    engine.tick()
+    (output,) = engine.seen["a"].outputs
+    assert output.prompt_logprobs is not None
+    assert len(output.prompt_logprobs) == len(PROMPT)
+    assert engine.scheduler.table.live["a"].told.prompt_logprobs == []
+    engine.run()
+    assert len(engine.seen["a"].tokens) == 9
+
+
 def test_the_deadline_counts_from_its_very_moment_and_the_message_says_how_far_it_came() -> None:
     engine = FakeEngine(delay=0)
     engine.add(request("a", PROMPT, 5, deadline_s=3.0), request("b", (1, 2), 5, deadline_s=9.0))
