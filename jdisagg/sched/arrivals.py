@@ -53,7 +53,7 @@ class Arrivals:
             raise Unavailable("this worker is draining; send the request to another one")
         if request.request_id in self._table.live:
             raise InvalidRequest(f"request id {request.request_id!r} is live already; use a new one", field="request_id")
-        check_request(request, self._limits)
+        check_request(request, self._limits, knows_prompt=self._table.groups.has_prompt(request))
         if self._end_if_complete(request):
             return
         status = Status.PREALLOC if remote else Status.WAITING

@@ -28,6 +28,11 @@ class ForkGroups:
             return False
         return any(_shares_prompt(s.request, request) for s in self._members.get(request.fork_group, ()))
 
+    def has_prompt(self, request: EngineRequest) -> bool:
+        """Whether its prompt is, as one object, that of a live sibling: what was found of that holds for this."""
+        siblings = self._members.get(request.fork_group, ())
+        return any(s.request.prompt_token_ids is request.prompt_token_ids for s in siblings)
+
     def add(self, sequence: Sequence) -> None:
         """A sequence came; those that name no group are nobody's sibling."""
         if sequence.request.fork_group:

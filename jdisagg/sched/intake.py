@@ -50,8 +50,9 @@ def check_config(config: SchedulerConfig, limits: Limits) -> None:
         )
 
 
-def check_request(request: EngineRequest, limits: Limits) -> None:
-    """Raise InvalidRequest when the request could not run on an empty worker; the message has the number to use."""
+def check_request(request: EngineRequest, limits: Limits, *, knows_prompt: bool = False) -> None:
+    """Raise InvalidRequest when the request could not run on an empty worker; the message has the number to use.
+    `knows_prompt`: the ids of its prompt were looked at before, which takes milliseconds of a long one."""
     num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
     if num_prompt == 0:
         raise InvalidRequest("the prompt has no token; send at least one", field="prompt")
@@ -64,7 +65,7 @@ def check_request(request: EngineRequest, limits: Limits) -> None:
         raise InvalidRequest(
             f"{len(request.generated_token_ids)} tokens are generated already, max_tokens is {max_tokens}", field="max_tokens"
         )
-    _check_for_device(request, limits)
+    _check_for_device(request, limits, () if knows_prompt else request.prompt_token_ids)
     if limits.role is Role.PREFILL:
         total = num_kv = spare = request.num_tokens
         context = "this worker's context length is"
@@ -78,12 +79,12 @@ def check_request(request: EngineRequest, limits: Limits) -> None:
         _check_total(num_kv, limits.read_tokens, "one step of this worker reads", request, spare)
 
 
-def _check_for_device(request: EngineRequest, limits: Limits) -> None:
+def _check_for_device(request: EngineRequest, limits: Limits, prompt: tuple[int, ...]) -> None:
     """What a step cannot take. Edges check more; requests of other processes come past them, and one must not end them all."""
     sampling, num_prompt = request.sampling, len(request.prompt_token_ids)
     bound = _MAX_INT32 if limits.vocab_size is None else limits.vocab_size
     for field, token_ids in (
-        ("prompt", request.prompt_token_ids),
+        ("prompt", prompt),
         ("generated_token_ids", request.generated_token_ids),
         ("stop_token_ids", sampling.stop_token_ids),
     ):

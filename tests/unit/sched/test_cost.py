@@ -290,6 +290,27 @@ def test_the_last_of_many_choices_to_end_compare_no_prompts() -> None:
     assert seen.count == 0
 
 
+def test_the_ids_of_a_prompt_are_looked_at_once_however_many_choices_it_has() -> None:
+    looks = Comparisons()
+
+    class CountedPrompt(tuple[int, ...]):
+        __slots__ = ()
+
+        def __iter__(self) -> Iterator[int]:
+            looks.count += 1
+            return super().__iter__()
+
+    engine, seen = FakeEngine(num_pages=400), list[int]()
+    prompt = CountedPrompt(range(1, 13))
+    for number in range(64):
+        engine.add(request(f"r/{number}", prompt, 4, fork_group="r"))
+        seen.append(looks.count)
+    assert seen[0] > 0
+    assert seen[-1] == seen[0]
+    engine.add(request("s/0", CountedPrompt(range(1, 13)), 4, fork_group="r"))
+    assert looks.count == 2 * seen[0], "one that is equal is looked at, too"
+
+
 @pytest.mark.covers("X19")
 def test_removing_one_of_5000_from_a_queue_compares_a_logarithm_of_them() -> None:
     seen, queue = Comparisons(), SequenceQueue()
