@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from typing import Any
 
 from jdisagg.api.mailbox import Mailbox
@@ -50,7 +51,7 @@ class Flight:
         self.setbacks = Setbacks()
         self.finished = False
         self.enough = False  # its client has all that it wanted, before a worker said that it is finished
-        self._delivered: list[int] = []
+        self._delivered = array("i")
         self._recoveries = _Recoveries()
         self._prompt = _Prompt(most_cached=len(request.prompt_token_ids))
 

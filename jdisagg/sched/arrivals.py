@@ -73,7 +73,6 @@ class Arrivals:
             request=request,
             order=order,
             status=status,
-            generated=list(request.generated_token_ids),
             stop_ids=stop_ids(request.sampling, self._limits.eos_token_ids),
             target=request.num_tokens,
             wait=WaitState(is_remote=remote, is_open=is_open),

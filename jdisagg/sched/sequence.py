@@ -10,6 +10,7 @@ A decoding sequence has num_scheduled == known + num_in_flight - 1: the last tok
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field, replace
 
 from jdisagg.core.requests import EngineRequest, TokenLogprob
@@ -64,7 +65,6 @@ class Sequence:
     request: EngineRequest
     order: tuple[float, int]
     status: Status
-    generated: list[int]
     target: int  # tokens whose KV must exist before the next token: computed here or fetched, then decoding starts
     holding: Holding = field(default_factory=Holding)
     num_computed: int = 0
@@ -76,8 +76,10 @@ class Sequence:
     told: Told = field(default_factory=Told)
     stop_ids: frozenset[int] = frozenset()  # tokens that may end it
     max_tokens: int = field(init=False)
+    generated: array[int] = field(init=False)  # 4 bytes a token, and nothing that the garbage collector goes through
 
     def __post_init__(self) -> None:
+        self.generated = array("i", self.request.generated_token_ids)
         self.max_tokens = self.request.sampling.max_tokens
 
     @property

@@ -106,7 +106,7 @@ class SequenceTable:
             return None
         last = parkable[-1]
         self.stats.preemptions += 1
-        last.generated[:] = last.request.generated_token_ids
+        del last.generated[len(last.request.generated_token_ids) :]
         last.wait.was_preempted = True
         self._strip(last)
         self.move(last, Status.PARKED)

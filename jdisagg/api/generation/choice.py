@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, TypeVar
 
 from jdisagg.api.generation.intake import Job
@@ -16,6 +18,7 @@ from jdisagg.text.tokenizer import Tokenizer
 T = TypeVar("T")
 
 MOST_JOINED = 64  # tokens of one delta that several have become: it goes out at once, log-probabilities and all
+MOST_TEXTS = 512  # of one choice, until they are joined: each takes more room than its few characters
 _MIN_LOGPROB = -9999.0  # JSON has no -Infinity, which a token that was filtered out has
 
 
@@ -200,7 +203,7 @@ class ChoiceResult:
 
     index: int
     texts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: array[int] = field(default_factory=partial(array, "i"))
     logprobs: list[ScoredToken] = field(default_factory=list)
     prompt_logprobs: list[ScoredToken] = field(default_factory=list)
     finish: FinishReason | None = None
@@ -248,7 +251,9 @@ class Transcript:
         choice.stop = delta.stop if delta.stop is not None else choice.stop
         if self._keep != "counts":
             choice.texts.append(delta.text)
-            choice.token_ids += delta.token_ids
+            if len(choice.texts) > MOST_TEXTS:
+                choice.texts = [choice.text]
+            choice.token_ids.extend(delta.token_ids)
         if self._keep == "all":
             choice.logprobs += delta.logprobs
             choice.prompt_logprobs += delta.prompt_logprobs

@@ -123,7 +123,7 @@ class _Answer:
                 "stop_reason": choice.stop,
             }
             if self._options.return_token_ids:
-                shown["token_ids"] = choice.token_ids
+                shown["token_ids"] = list(choice.token_ids)
             choices.append(shown)
             self._count(choice.index)
         answer = self._envelope("chat.completion", choices, transcript.fingerprint)

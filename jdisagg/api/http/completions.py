@@ -141,6 +141,6 @@ class _Answer:
         if choice.prompt_logprobs and self._num_prompt_top is not None:
             shown["prompt_logprobs"] = prompt_logprobs(self._edge.tokenizer, choice.prompt_logprobs, self._num_prompt_top)
         if self._options.return_token_ids:
-            shown["token_ids"] = choice.token_ids
+            shown["token_ids"] = list(choice.token_ids)
             shown["prompt_token_ids"] = self._job.requests[choice.index].prompt_token_ids if shows_prompt else None
         return shown

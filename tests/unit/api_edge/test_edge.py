@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import random
 from collections.abc import AsyncGenerator, Iterator
@@ -273,3 +274,13 @@ def test_usage_with_every_chunk_does_not_look_through_all_choices() -> None:
         transcript.add(Delta(index=index, token_ids=(7,), cached_tokens=0))
         assert transcript.usage.completion_tokens == 301 + index
     assert choices.looks == 30, "for what is added to, once"
+
+
+def test_the_garbage_collector_goes_through_no_tokens_of_an_answer_and_few_texts() -> None:
+    transcript = Transcript(1, n=1, num_prompt_tokens=2, keep="text")
+    for number in range(2000):
+        transcript.add(Delta(index=0, text=f"{number} ", token_ids=(number,)))
+    (one,) = transcript.choices
+    assert (one.text, one.token_ids.tolist()) == ("".join(f"{number} " for number in range(2000)), [*range(2000)])
+    assert len(gc.get_referents(one.token_ids)) <= 1, "its type"
+    assert len(one.texts) < 600

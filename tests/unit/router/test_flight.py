@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -58,3 +59,12 @@ def test_a_replay_of_what_has_not_begun_tells_what_it_found() -> None:
     flight = Flight(request("r", prompt=(1, 2, 3)))
     flight.replay()
     assert flight.accept(Output(request_id="r", token_ids=(7,), cached_tokens=2)).cached_tokens == 2
+
+
+def test_the_garbage_collector_goes_through_nothing_that_was_delivered() -> None:
+    """A router has the tokens of all its streams."""
+    flight = Flight(request("r", prompt=(1, 2, 3)))
+    for token_id in (7, 2**31 - 1):
+        flight.accept(Output(request_id="r", token_ids=(token_id,)))
+    assert flight.attempt_request((), 99, 1).generated_token_ids == (7, 2**31 - 1)
+    assert len(gc.get_referents(flight._delivered)) <= 1, "its type"

@@ -261,10 +261,7 @@ def counting_sequences(num: int, seen: Comparisons) -> list[Sequence]:
             seen.count += 1
             return self is other
 
-    return [
-        CountedSequence(request(f"r{i}", (1,)), CountedOrder((0, i)), Status.WAITING, generated=[], target=1)
-        for i in range(num)
-    ]
+    return [CountedSequence(request(f"r{i}", (1,)), CountedOrder((0, i)), Status.WAITING, target=1) for i in range(num)]
 
 
 def test_the_last_of_many_choices_to_end_compare_no_prompts() -> None:
@@ -309,6 +306,16 @@ def test_the_ids_of_a_prompt_are_looked_at_once_however_many_choices_it_has() ->
     assert seen[-1] == seen[0]
     engine.add(request("s/0", CountedPrompt(range(1, 13)), 4, fork_group="r"))
     assert looks.count == 2 * seen[0], "one that is equal is looked at, too"
+
+
+def test_the_garbage_collector_goes_through_no_tokens_of_a_stream() -> None:
+    engine = FakeEngine()
+    engine.add(request("a", (1, 2, 3), 30, generated=(5,)))
+    for _ in range(9):
+        engine.tick()
+    generated = engine.scheduler.table.live["a"].generated
+    assert len(generated) > 5
+    assert len(gc.get_referents(generated)) <= 1, "its type"
 
 
 @pytest.mark.covers("X19")

@@ -35,7 +35,7 @@ def test_it_comes_back_to_its_place_and_nobody_passes_it() -> None:
     engine = published("a", "b")
     engine.scheduler.park(("a",))
     sequence = engine.scheduler.table.live["a"]
-    assert (sequence.status, sequence.wait.was_preempted, sequence.generated) == (Status.PARKED, True, [7, 8])
+    assert (sequence.status, sequence.wait.was_preempted, sequence.generated.tolist()) == (Status.PARKED, True, [7, 8])
     order = sequence.order
     for name in ("a", "b", "nobody"):
         engine.scheduler.unpark(name)
