@@ -145,6 +145,6 @@ def _scalar(field: FieldDescriptor, path: str, index: int) -> Any:
             return number + 0.25
         case FieldDescriptor.CPPTYPE_ENUM:
             assert field.enum_type is not None
-            return field.enum_type.values[-1].number
+            return field.enum_type.values[index - 2 if field.is_repeated else -1].number
         case _:
             return 100 + number
