@@ -30,12 +30,13 @@ def test_a_lost_workers_requests_do_not_hold_up_the_loop(monkeypatch: pytest.Mon
         second = await FakeWorker((router.address,)).start()
         await until(lambda: router.linked() == 2)
         placed.clear()
-        await first.die()
+        dying = asyncio.create_task(first.die())  # they are placed while it does
         most, seen = 0, 0
         async with asyncio.timeout(20):
             while len(placed) < NUM:
                 await asyncio.sleep(0)
                 most, seen = max(most, len(placed) - seen), len(placed)
+        await dying
         assert most == PER_TURN
         for each, outputs in zip(asked, await asyncio.gather(*calls), strict=True):
             assert_whole(each, outputs)
