@@ -64,21 +64,24 @@ def _completed(command: Command, tidy: Callable[[], object], interrupted: str) -
     batch, again = command.batch, command.retry_failed
     journal = left_journal(batch.output, batch.header())
     with nullcontext() if journal is None else journal:
-        if journal is not None and end_former_run(batch, journal):
-            if not again:
-                say("every line was answered before: the output is written, nothing was run")
-                return summary(batch.output)
-            journal = None
-        if batch.output.exists() and (journal is None or not len(journal)):
-            found = check_finished(batch, retry_failed=again)
-            if found is not None and not (again and found.has_lines_to_retry):
-                asyncio.run(_say_complete(command, found))
-                return found
-        check_writable(batch.output)
-        if asyncio.run(_run(command, journal, tidy, interrupted)):
-            with _ended_by_sigterm():  # once more: the loop has left what the system does
-                return summary(batch.output)
-    return _completed(command, tidy, interrupted)
+        if journal is None or not end_former_run(batch, journal):
+            if batch.output.exists() and (journal is None or not len(journal)):
+                found = check_finished(batch, retry_failed=again)
+                if found is not None and not (again and found.has_lines_to_retry):
+                    asyncio.run(_say_complete(command, found, "already complete"))
+                    if journal is not None:
+                        journal.remove()
+                    return found
+            check_writable(batch.output)
+            if asyncio.run(_run(command, journal, tidy, interrupted)):
+                with _ended_by_sigterm():  # once more: the loop has left what the system does
+                    return summary(batch.output)
+        elif not again:
+            found = summary(batch.output)
+            asyncio.run(_say_complete(command, found, "the output of a former run is written now, complete"))
+            return found
+    with _ended_by_sigterm():
+        return _completed(command, tidy, interrupted)
 
 
 @contextmanager
@@ -91,8 +94,8 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, former)
 
 
-async def _say_complete(command: Command, found: Summary) -> None:
-    """There is nothing to do. Raises ConfigError when the server, if it is there, serves another model than the one that
+async def _say_complete(command: Command, found: Summary, what: str) -> None:
+    """There is nothing more to do: `what` it is. Raises ConfigError when the server, if it is there, serves another model than the one that
     answered, or other weights."""
     had = answered_by(command.batch.output)
     if command.server is not None and had is not None:
@@ -108,7 +111,7 @@ async def _say_complete(command: Command, found: Summary) -> None:
         hint = "; --retry-failed asks again for what failed"
     elif found.num_failed:
         hint = "; what failed is no request: mend it in the input, and --retry-failed asks for those lines alone"
-    say(f"already complete{of}, nothing was run{hint}")
+    say(f"{what}{of}, nothing was run{hint}")
 
 
 def _check_model(command: Command, had: Served, now: Served) -> None:

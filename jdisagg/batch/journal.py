@@ -120,9 +120,9 @@ class Journal:
         with _failing_as_write(temporary):
             try:
                 self._write_output(temporary, numbers)
-            except OSError:
+            except BaseException:
                 with suppress(OSError):
-                    if temporary.is_file():  # the disk that is full needs the room
+                    if temporary.is_file():  # a disk that is full needs the room
                         temporary.unlink()
                 raise
             temporary.replace(self._output)

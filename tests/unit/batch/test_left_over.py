@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from tests.unit.batch.fake_server import serving
 
 LINES = ['{"prompt": "one"}', "not json", "", '{"prompt": "four", "max_tokens": -1}']
 NOWHERE = "http://127.0.0.1:9"  # nobody is there
-WRITTEN = "jdisagg.batch: every line was answered before: the output is written, nothing was run\n"
+WRITTEN = "jdisagg.batch: the output of a former run is written now, complete by model 'fake', nothing was run; --retry-failed"
 
 
 @pytest.fixture
@@ -62,14 +63,54 @@ def test_a_batch_that_lacks_its_output_alone_needs_no_server(
 
 
 def test_nor_is_it_kept_from_it_by_a_server_that_has_other_weights_now(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """It is told, then and later, whose answers these are."""
     output = tmp_path / "out.jsonl"
     without_its_end(source, output, monkeypatch, weights="0123456789abcdefcc")
     with serving(weights="fedcba9876543210cc") as server:
-        assert main(arguments(source, output, server.url)) == 0
+        for _ in range(2):
+            capsys.readouterr()
+            assert main(arguments(source, output, server.url)) == 2
+            said = capsys.readouterr().err
+            assert "holds answers of model 'fake' with weights 0123456789abcdef, this server has model 'fake' with" in said
+            assert b"0123456789abcdefcc" in output.read_bytes()
         assert not server.asked
-    assert b"0123456789abcdefcc" in output.read_bytes()
+    assert files(tmp_path) == ["in.jsonl", "out.jsonl"]
+
+
+def test_its_journal_is_closed_before_lines_that_failed_are_asked_again(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk that had no room has it back."""
+    output, run, opened = tmp_path / "out.jsonl", command_line.run_batch, list[str]()
+    without_its_end(source, output, monkeypatch)
+
+    async def looked(*args: Any) -> None:
+        opened.extend(os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists() or link.is_symlink())
+        await run(*args)
+
+    with serving() as server:
+        monkeypatch.setattr(command_line, "run_batch", looked)
+        assert main(arguments(source, output, server.url, "--retry-failed")) == 0
+    assert [name for name in opened if "out.jsonl" in name] == [str(journal_path(output))]
+
+
+def test_interrupted_while_the_output_is_written_no_half_of_it_is_left(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out.jsonl"
+    without_its_end(source, output, monkeypatch)
+
+    def interrupted(journal: Journal, path: Path, numbers: list[int]) -> None:
+        path.write_bytes(b"a half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "_write_output", interrupted)
+        assert main(arguments(source, output, NOWHERE, "--patience-s", "0")) == 1
+    assert files(tmp_path) == ["in.jsonl", "out.jsonl.journal"]
+    assert main(arguments(source, output, NOWHERE, "--patience-s", "0")) == 0
 
 
 def test_nor_does_it_need_an_engine(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,6 +187,7 @@ def test_asking_again_that_has_kept_no_answer_yet_loses_none_where_nothing_is_to
         assert main(arguments(source, output, NOWHERE, "--patience-s", "0")) == 0
         assert "already complete by model 'fake'" in capsys.readouterr().err
         assert output.read_bytes() == first
+        assert not journal_path(output).exists(), "it would be another batch's when the input is mended"
         server.asked.clear()
         assert main(arguments(source, output, server.url, "--retry-failed")) == 0
         assert server.asked == {'"four"': 1}
