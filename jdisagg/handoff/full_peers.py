@@ -18,6 +18,7 @@ from jdisagg.handoff.messages import HandoffId
 LONGEST_S = 8.0  # of what a P says
 SPREAD = 0.5  # of that, so that those that were refused together do not come back together
 LEAST_S = 2.0  # of half of what is left of a request: thousands with one deadline would come more and more often before it
+LAST_SHARE = 0.75  # of what is left of a request, by which it asks once more, unless it was told a later time
 _TURN = itemgetter(0)
 
 
@@ -25,7 +26,8 @@ def wait_s(handoff: HandoffId, told_s: float, left_s: float) -> float:
     """Seconds for which the P that refused `handoff`, and said when to come again, is not asked; `left_s`: until its deadline,
     which allows for more tries."""
     lot = blake2b(f"{handoff.request_id} {handoff.serial}".encode(), digest_size=4).digest()
-    return min(told_s, LONGEST_S, max(left_s / 2, LEAST_S)) * (1 + SPREAD * int.from_bytes(lot) / 2**32)
+    spread_s = min(told_s, LONGEST_S, max(left_s / 2, LEAST_S)) * (1 + SPREAD * int.from_bytes(lot) / 2**32)
+    return min(spread_s, max(told_s, left_s * LAST_SHARE))  # a place that is promised before the deadline is asked for before
 
 
 class FullPeers:

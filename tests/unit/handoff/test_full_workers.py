@@ -12,7 +12,7 @@ from jdisagg.core.errors import HandoffLost, InvalidRequest, Overloaded, Unavail
 from jdisagg.core.requests import Output
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.decode_side import DecodeSide
-from jdisagg.handoff.full_peers import LEAST_S, LONGEST_S, SPREAD
+from jdisagg.handoff.full_peers import LEAST_S, LONGEST_S, SPREAD, wait_s
 from jdisagg.handoff.messages import Accepted, Done, HandoffId, Quiet, Refused, Started, StreamEnded
 from tests.unit.handoff.rig import DEAD, H2, NEVER, H, decode_side, none_of, only, request, stages
 
@@ -72,9 +72,16 @@ def test_a_full_worker_is_asked_more_often_where_little_time_is_left_but_not_wit
             break
         waits.append((16.0 - began_s, now_s - began_s))
     assert len(waits) == 2
-    for left_s, wait_s in waits:
+    for left_s, pause_s in waits:
         least_s = max(left_s / 2, LEAST_S)
-        assert least_s <= wait_s <= least_s * (1 + SPREAD) + 1 / 32
+        assert least_s <= pause_s <= least_s * (1 + SPREAD) + 1 / 32
+
+
+@pytest.mark.parametrize(("told_s", "left_s"), [(1.0, 1.2), (1.5, 2.0), (1.8, 2.0), (1.9, 2.5), (7.0, 8.0)])
+def test_who_is_promised_a_place_before_its_deadline_comes_for_it(told_s: float, left_s: float) -> None:
+    pauses = [wait_s(HandoffId(f"r{number}", 1), told_s, left_s) for number in range(64)]
+    assert max(pauses) < left_s
+    assert min(pauses) >= min(told_s, left_s / 2)
 
 
 def test_each_full_worker_has_the_time_that_it_named() -> None:
