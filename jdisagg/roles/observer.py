@@ -84,7 +84,8 @@ class TickObserver:
         if self._speed is None:
             return None
         if turn.finished is not None and _phase(turn.finished) == "prefill":
-            self._speed.add(turn.finished.num_tokens, turn.step_s, now_s)
+            deepest = max(chunk.start for chunk in turn.finished.prefill)
+            self._speed.add(turn.finished.num_tokens, turn.step_s, now_s, deepest=deepest)
         return self._speed.told(now_s)
 
     def _count(self) -> None:

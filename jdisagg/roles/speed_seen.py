@@ -1,4 +1,4 @@
-"""How fast this prefill worker computes prompts, by its latest steps."""
+"""How fast this prefill worker computes prompts, by its latest steps at their beginnings."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from jdisagg.core.speed import Speed
 
 LATEST = 5  # steps; of these two may have been held up
 FEW = 3  # of fewer nothing is said
+DEEP = 2048  # tokens of a prompt behind so many read so much KV that they tell how long it is, not how fast the worker is
 OLD_S = 60.0  # what was seen before says nothing any more: a worker that nobody asks, as it was slow, is asked again
 
 
@@ -20,9 +21,9 @@ class SpeedSeen:
         self._full_tokens = full_tokens
         self._steps = deque[tuple[float, float, int]](maxlen=LATEST)  # when it ended, seconds, tokens
 
-    def add(self, num_tokens: int, step_s: float, now_s: float) -> None:
-        """A step has ended."""
-        if step_s > 0.0:
+    def add(self, num_tokens: int, step_s: float, now_s: float, *, deepest: int = 0) -> None:
+        """A step has ended; `deepest`: tokens before those of one prompt, at most."""
+        if step_s > 0.0 and deepest < DEEP:
             self._steps.append((now_s, step_s, num_tokens))
 
     def told(self, now_s: float) -> Speed | None:

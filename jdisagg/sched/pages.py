@@ -182,7 +182,8 @@ class PageBook:
     def _take_lost(self, holding: Holding) -> list[int]:
         """Of its twins, in order, those whose other pages are gone, and maybe more; it has them no longer. All of a long prompt
         may be twins, and be asked about with each page that is filled: a prefix is evicted from its end on, and of pages that
-        are not trusted from its beginning, so that its ends tell."""
+        are not trusted from its beginning, so that its ends tell. A hole between pages of several owners is seen later: until
+        then the prefix is found up to there."""
         twins, keys = holding.twins, holding.keys
         num_kept = len(twins) if twins and self._index.knows(keys[twins[0]]) else 0
         while num_kept and not self._index.knows(keys[twins[num_kept - 1]]):

@@ -9,7 +9,7 @@ from jdisagg.core.requests import Role
 from jdisagg.core.speed import Speed
 from jdisagg.roles.observer import TickObserver
 from jdisagg.roles.pipeline import Turn
-from jdisagg.roles.speed_seen import FEW, LATEST, OLD_S, SpeedSeen
+from jdisagg.roles.speed_seen import DEEP, FEW, LATEST, OLD_S, SpeedSeen
 from jdisagg.sched.plan import Plan, PrefillChunk
 from tests.unit.roles.engine import Engine
 
@@ -52,8 +52,11 @@ def test_what_was_seen_long_ago_says_nothing_any_more() -> None:
     assert speed.told(11.0 + OLD_S) is None
 
 
-def plan(*num_tokens: int, decode: tuple[int, ...] = ()) -> Plan:
-    chunks = (PrefillChunk(slot=0, request_id="r", start=0, token_ids=(1,) * num, samples=True) for num in num_tokens)
+def plan(*num_tokens: int, decode: tuple[int, ...] = (), starts: tuple[int, ...] = (0, 0)) -> Plan:
+    chunks = (
+        PrefillChunk(slot=0, request_id="r", start=start, token_ids=(1,) * num, samples=True)
+        for start, num in zip(starts, num_tokens, strict=False)
+    )
     return Plan(step_id=1, prefill=tuple(chunks), decode=decode)
 
 
@@ -61,8 +64,9 @@ def plan(*num_tokens: int, decode: tuple[int, ...] = ()) -> Plan:
 def test_the_load_of_a_prefill_worker_tells_it(speed: SpeedSeen | None) -> None:
     engine = Engine(Role.PREFILL, 9, True)
     observer = TickObserver(engine.scheduler, Metrics(), Role.PREFILL, speed=speed)
-    others = [plan(), plan(64, decode=(1,)), None] * 3  # nothing is computed, or not prompts alone
-    for finished in (plan(64, 64), plan(128), plan(100, 28), *others):
+    deep = plan(64, 64, starts=(0, DEEP))  # a long prompt is slower at its end, whoever computes it
+    others = [plan(), plan(64, decode=(1,)), None, deep] * 3  # nothing is computed, or not prompts alone
+    for finished in (plan(64, 64), plan(128), plan(100, 28, starts=(DEEP - 1, 0)), *others):
         observer.observe(Turn(None, [], 0.0, 0.0, finished, 0.25), 0, 10.0)
     assert observer.load.speed == (speed and Speed(512, 2048))
     observer.observe(Turn(None, [], 0.0, 0.0), 0, 11.0 + OLD_S)
