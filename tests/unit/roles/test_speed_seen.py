@@ -64,7 +64,7 @@ def plan(*num_tokens: int, decode: tuple[int, ...] = (), starts: tuple[int, ...]
 def test_the_load_of_a_prefill_worker_tells_it(speed: SpeedSeen | None) -> None:
     engine = Engine(Role.PREFILL, 9, True)
     observer = TickObserver(engine.scheduler, Metrics(), Role.PREFILL, speed=speed)
-    deep = plan(64, 64, starts=(0, DEEP))  # a long prompt is slower at its end, whoever computes it
+    deep = plan(8, 8, starts=(0, DEEP))  # a long prompt is slower at its end, whoever computes it
     others = [plan(), plan(64, decode=(1,)), None, deep] * 3  # nothing is computed, or not prompts alone
     for finished in (plan(64, 64), plan(128), plan(100, 28, starts=(DEEP - 1, 0)), *others):
         observer.observe(Turn(None, [], 0.0, 0.0, finished, 0.25), 0, 10.0)
