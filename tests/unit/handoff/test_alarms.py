@@ -55,3 +55,14 @@ def test_those_that_are_over_long_before_their_time_do_not_pile_up() -> None:
         assert len(alarms._heap) <= MOST_SPARE + 2
     alarms.set(7, 5.0)
     assert alarms.take_due(700.0) == [7]
+
+
+def test_what_is_still_awaited_when_others_are_cleared_away_comes_in_its_order() -> None:
+    alarms = Alarms[str]()
+    for number, kept in enumerate(("third", "first", "second")):
+        alarms.set(kept, (30.0, 10.0, 20.0)[number])
+    for number in range(3 * MOST_SPARE):
+        alarms.set(f"over {number}", 1.0 + number)
+        alarms.drop(f"over {number}")
+    assert alarms.take_due(15.0) == ["first"]
+    assert alarms.take_due(inf) == ["second", "third"]
