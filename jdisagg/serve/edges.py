@@ -25,7 +25,7 @@ from jdisagg.api.peer.piece_server import add_peer_service
 from jdisagg.api.worker.service import WorkerService
 from jdisagg.core.config import Config
 from jdisagg.core.fleet import Member, ProcessFacts, Report
-from jdisagg.core.requests import ALL_GRAMMARS, Role
+from jdisagg.core.requests import Role
 from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.text_edge import TextModel, make_edge
 from jdisagg.v1 import admin_pb2_grpc, generation_pb2_grpc, kv_events_pb2_grpc, worker_pb2_grpc
@@ -122,7 +122,7 @@ class Edges:
             process=ProcessFacts(build=package_version(), http_address=http_address),
             card=self.engine.card,
             fingerprint_parts=core.loaded.fingerprint_parts,
-            grammars=frozenset() if core.grammars is None else ALL_GRAMMARS,
+            grammars=core.grammar_kinds,
             bits=self._deployment.bits,
             needs_prefill=self._deployment.needs_prefill,
             text_digest=self._text_digest,

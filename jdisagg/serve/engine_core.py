@@ -14,7 +14,7 @@ import jax
 
 from jdisagg.core.config import Config, LocalPrefill
 from jdisagg.core.metrics import Metrics
-from jdisagg.core.requests import ALL_GRAMMARS, Role
+from jdisagg.core.requests import ALL_GRAMMARS, GrammarKind, Role
 from jdisagg.engine.bits import compute_bits
 from jdisagg.engine.build import make_runner
 from jdisagg.engine.costs import measure_retraction_cost
@@ -67,6 +67,11 @@ class Core:
         """KV of one token, unsharded."""
         return self.loaded.spec.kv_spec(self.loaded.kv_dtype)
 
+    @property
+    def grammar_kinds(self) -> frozenset[GrammarKind]:
+        """What it serves, as it tells others."""
+        return frozenset() if self.grammars is None else ALL_GRAMMARS
+
     @cached_property
     def piece_target(self) -> PieceTarget:
         """What arriving pieces must become for this engine's import executable, and the room for them, which all share."""
@@ -83,7 +88,7 @@ class Core:
             epoch=self.epoch,
             groups=(CacheGroup(spec=self.kv_spec, page_size=self.config.cache.page_size),),
             backends=tuple(backends),
-            grammars=frozenset() if self.grammars is None else ALL_GRAMMARS,
+            grammars=self.grammar_kinds,
             bits=self.bits,
         )
 
