@@ -13,6 +13,8 @@
                a frozen peer in the middle of a transfer: a        every peer has a server of its own, on P one to offer on,
                server's threads send to and receive from all       on D one for each connection
                of its peers in turn, and wait
+               whoever connects and says nothing, as a D that        `jax_listeners` hangs up on them after a second
+               freezes while it connects: all servers of P wait
     leaks      whatever is never pulled                            `withdraw` frees the arrays, the entry expires by itself
                a server that never reached its peer: its threads   a connection is tried before a server is started for it
                a pull of an offer that has expired: four sockets   OFFER_S is longer than leases and fetches are
@@ -42,6 +44,7 @@ import jax
 
 from jdisagg.core.host_names import NO_WAY, own_address_of
 from jdisagg.core.threads import check_threads
+from jdisagg.transfer.jax_listeners import bound_first_words
 from jdisagg.transfer.target import PieceError
 
 NUM_THREADS = 12  # a server takes eight
@@ -109,6 +112,7 @@ class TransferServer:
                 max_num_parallel_copies=PARALLEL_COPIES,
                 transfer_size=COPY_BYTES,
             )
+            bound_first_words()
             port = int(self._server.address().rpartition(":")[2])
         except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise Unsupported(f"jax {jax.__version__} on {devices[0].platform}: {error!r}") from error

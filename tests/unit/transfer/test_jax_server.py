@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-import weakref
+from contextlib import suppress
 from dataclasses import replace
 
 import jax
@@ -15,7 +15,7 @@ import pytest
 
 from jdisagg.core.config import ServerConfig, TransferConfig
 from jdisagg.core.host_names import Address, is_own
-from jdisagg.transfer import jax_receivers, jax_server, lanes
+from jdisagg.transfer import jax_listeners, jax_receivers, jax_server, lanes
 from jdisagg.transfer.jax_server import TransferConnection, TransferServer, TransferServers, Unsupported
 from jdisagg.transfer.target import PieceError
 from tests.unit.transfer.rig import Rig, error_array, piece, tokens, transfer_servers
@@ -187,6 +187,37 @@ def test_an_error_that_was_offered_reaches_the_puller_as_one(ours: TransferServe
         connection.end(connection.begin(uuid, [wanted], ends_s), ends_s)
 
 
+def listening_on() -> set[int]:
+    """The ports on which this process listens as jax does."""
+    ports = set()
+    for descriptor in map(int, os.listdir("/dev/fd")):
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+            if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and one.getsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEPORT
+            ):
+                ports.add(one.getsockname()[1])
+    return ports
+
+
+def test_who_connects_and_says_nothing_holds_up_no_transfer(ours: TransferServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a D that freezes while it connects, or somebody who looks which ports are open."""
+    monkeypatch.setattr(jax_listeners, "FIRST_WORDS_S", 0.3)
+    before = listening_on()
+    other = TransferServers(jax.devices(), "127.0.0.1").start()
+    ports = listening_on() - before
+    assert len(ports) == 1 + jax_server.NUM_ADDRESSES
+    silent = [socket.create_connection(("127.0.0.1", port), 5) for port in sorted(ports)]
+    try:
+        for _ in range(2):
+            wanted = array(5.0)
+            got = pull(transfer_servers()[1].connect(ours.address), ours.offer([wanted]), within_s=20.0)
+            assert got.tolist() == [5.0] * 64
+        assert all(one.recv(1) == b"" for one in silent if f":{one.getpeername()[1]}" not in other.address), "hung up on"
+    finally:
+        for one in silent:
+            one.close()
+
+
 def test_a_jax_without_a_transfer_server_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(_name: str) -> None:
         raise ImportError("no such module")
@@ -216,45 +247,6 @@ def test_where_too_few_threads_are_left_no_server_is_started_and_jax_does_not_en
             servers.start()
     assert threading.enumerate() == before
     servers.start()
-
-
-def test_every_receiver_has_a_server_until_it_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = [100.0]
-    monkeypatch.setattr(jax_receivers, "monotonic", lambda: now_s[0])
-    servers = jax_receivers.ServerPerReceiver(TransferServers(jax.devices(), "127.0.0.1"))
-    first, busy = servers.of("d1", busy=[]), servers.of("d2", busy=[])
-    assert first.address != busy.address
-    assert servers.of("d1", busy=[]) is first
-    now_s[0] += jax_receivers.IDLE_S + 1
-    ended = weakref.ref(first)
-    del first
-    servers.end_idle(busy=[busy])
-    assert ended() is None
-    assert servers.of("d2", busy=[busy]) is busy
-    ended = weakref.ref(busy)
-    del busy
-    now_s[0] += jax_receivers.IDLE_S + 1
-    servers.of("d3", busy=[])
-    assert ended() is None
-    servers.clear()
-
-
-def test_receivers_that_come_back_over_new_connections_do_not_pile_up_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax_receivers, "MAX_SERVERS", 3)
-    servers = jax_receivers.ServerPerReceiver(TransferServers(jax.devices(), "127.0.0.1"))
-    first, busy = servers.of("d:1", busy=[]), servers.of("d:2", busy=[])
-    ended = weakref.ref(first)
-    assert servers.of("d:3", busy=[]) is not first
-    assert servers.of("d:1", busy=[busy]) is first, "used again: d:3 is unused for longer"
-    third = servers.of("d:4", busy=[busy])
-    assert servers.of("d:1", busy=[busy]) is first
-    with pytest.raises(Unsupported, match="3 receivers have offers"):
-        servers.of("d:5", busy=[first, busy, third])
-    assert servers.of("d:2", busy=[first, busy, third]) is busy, "those that have one keep it"
-    del first
-    servers.of("d:5", busy=[busy, third])
-    assert ended() is None
-    servers.clear()
 
 
 def test_servers_and_threads_of_both_sides_end_though_nothing_moves_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
