@@ -3,6 +3,8 @@
     kills      no transport addresses, or fewer on D than on P     NUM_ADDRESSES on every worker, and Hello compares
                a server for which no thread is left                as many are started, and end, before it
                awaiting a pull of a deleted array                  `offer` and `withdraw` run on one thread, in that order
+               P dies within the moment in which D connects: D's   nothing helps; D's streams go on as if it had died alone
+               four further connections must not be refused
     corrupts   a uuid offered twice; a spec that does not match    uuids are random and never used again; see `jax_backend`
                two servers on one port                             port 0 always
     hangs      a uuid that was pulled before                       a connection pulls each one once
