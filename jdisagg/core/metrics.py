@@ -12,9 +12,9 @@ instance has a registry of its own, so two engines in one test do not meet. All 
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterator, Mapping
 from itertools import product
+from platform import python_version
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.core import GaugeMetricFamily
@@ -35,7 +35,7 @@ _HOST_BUCKETS_S = (
     *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01),
     *(0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5),
 )
-_BUILD_LABELS = ("role", "model", "python", "version")
+_BUILD_LABELS = ("role", "model", "python", "version", "platform", "device_kind")
 _LATE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _ENDS = sorted({*(reason.value for reason in FinishReason), *RequestError.reasons()})
 LOSSES = ("closed", "broken", "silent", "evicted", "replaced")
@@ -262,10 +262,12 @@ class Metrics:
             self.connections_refused.labels(port=port)
         self._build_info = new.gauge("build_info", "Constant 1; the labels name the build.", *_BUILD_LABELS)
 
-    def set_build(self, *, role: str, model: str, version: str) -> None:
-        """Publish what this process is, at start, and where its model turns out to be called otherwise."""
+    def set_build(self, *, role: str, model: str, version: str, platform: str = "", device_kind: str = "") -> None:
+        """Publish what this process is, at start, and where its model turns out to be called otherwise. `platform` and
+        `device_kind` are jax's words for what it computes on; a router computes nothing."""
         self._build_info.clear()
-        self._build_info.labels(role=role, model=model, python=platform.python_version(), version=version).set(1)
+        named = {"role": role, "model": model, "version": version, "platform": platform, "device_kind": device_kind}
+        self._build_info.labels(python=python_version(), **named).set(1)
 
     def set_ready(self, is_ready: Callable[[], bool]) -> None:
         """Ask at every scrape whether this process serves; call once, at start."""

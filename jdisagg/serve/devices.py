@@ -23,11 +23,13 @@ def usable_devices(config: Config) -> list[Any]:
     tpu = find_tpu(os.environ)
     try:
         devices = jax.devices()
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # the second, with nothing said, where a GPU plugin finds no GPU
         advice = (
             "" if tpu is None else "; a TPU chip serves one process: give each its own, such as --devices 0 and --devices 1"
         )
-        raise ConfigError(f"--devices: jax cannot start: {error}{advice}") from error
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        reason = str(error) or f"it sees no device of JAX_PLATFORMS={platforms}: look for its driver, or into the container"
+        raise ConfigError(f"--devices: jax cannot start: {reason}{advice}") from error
     chosen = choose_devices(devices, config.device.devices, num_processes=jax.process_count(), tpu=tpu)
     if sys.platform == "linux" and chosen[0].platform == "cpu":
         check_processor(CPUINFO)

@@ -86,7 +86,13 @@ class Edges:
         services = tuple(f"jdisagg.v1.{name}" for name in names)
         self._health = HealthReporter(server, services, self.engine.health)
         self._app = make_app(edge, self.engine, self._metrics_text, config.server)
-        metrics.set_build(role=config.role, model=self.model_name, version=package_version())
+        metrics.set_build(
+            role=config.role,
+            model=self.model_name,
+            version=package_version(),
+            platform=core.device.platform,
+            device_kind=core.device.device_kind,
+        )
         metrics.set_ready(lambda: self.engine.health().serves)
 
     async def start(self, http_address: str) -> None:

@@ -68,6 +68,11 @@ class Core:
         return self.loaded.spec.kv_spec(self.loaded.kv_dtype)
 
     @property
+    def device(self) -> jax.Device:
+        """The first of those that compute for it."""
+        return self.runner.device.whole.mesh.devices.flat[0]
+
+    @property
     def grammar_kinds(self) -> frozenset[GrammarKind]:
         """What it serves, as it tells others."""
         return frozenset() if self.grammars is None else ALL_GRAMMARS
@@ -121,8 +126,9 @@ def build_core(
     if (scaling := loaded.spec.rope.scaling) is not None:
         log.info("%s: positions are scaled as config.json has it: %s", role.value, scaling)
     log.info(
-        "%s: weights of %s in %.1f s; %d KV pages of %d tokens, %d tokens per request at most; compiling",
-        *(role.value, config.model.model, loaded_s - started_s, runner.num_pages - 1, runner.page_size, runner.max_model_len),
+        "%s: weights of %s in %.1f s on %d %s (%s); %d KV pages of %d tokens, %d tokens per request at most; compiling",
+        *(role.value, config.model.model, loaded_s - started_s, tp, devices[0].device_kind, devices[0].platform),
+        *(runner.num_pages - 1, runner.page_size, runner.max_model_len),
     )
     warmed = warm_up(runner)
     log.info("%s: %d executables compiled and run in %.1f s", role.value, len(warmed), monotonic() - loaded_s)

@@ -20,7 +20,7 @@ request_seconds tick_seconds_total
 @pytest.fixture
 def metrics() -> Metrics:
     made = Metrics()
-    made.set_build(role="decode", model="demo", version="1.2")
+    made.set_build(role="decode", model="demo", version="1.2", platform="gpu", device_kind="NVIDIA H200")
     return made
 
 
@@ -60,9 +60,8 @@ def test_what_may_take_long_with_a_large_model_has_a_bucket(name: str, longest_s
 
 
 def test_the_build_names_the_version_of_this_package(metrics: Metrics) -> None:
-    assert re.search(
-        r'^jdisagg_build_info{model="demo",python="[^"]+",role="decode",version="1\.2"} 1\.0$', metrics.text(), re.MULTILINE
-    )
+    labels = r'device_kind="NVIDIA H200",model="demo",platform="gpu",python="[^"]+",role="decode",version="1\.2"'
+    assert re.search(rf"^jdisagg_build_info{{{labels}}} 1\.0$", metrics.text(), re.MULTILINE)
 
 
 def test_every_rung_is_there_before_it_is_taken(metrics: Metrics) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.settings import load_config
+from jdisagg.serve import devices as serve_devices
 from jdisagg.serve.devices import check_processor, choose_devices
 from jdisagg.serve.tpu import TpuHost
 
@@ -55,6 +57,18 @@ def test_a_backend_that_does_not_start_is_one_line_that_says_what_to_change() ->
     assert "no-such-platform" in line
     assert "--devices" in line
     assert "Traceback" not in done.stderr
+
+
+def test_a_gpu_that_jax_does_not_see_is_one_line_that_says_where_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which its plugin says nothing at all, such as in a container that was given none."""
+
+    def find_none() -> None:
+        raise AssertionError
+
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setattr(serve_devices.jax, "devices", find_none)
+    with pytest.raises(ConfigError, match=r"--devices: jax cannot start: it sees no device of JAX_PLATFORMS=cuda: .* driver"):
+        serve_devices.usable_devices(load_config(["--role", "unified"]))
 
 
 def test_a_processor_that_is_hidden_is_one_line_that_says_what_to_change(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_a_router_without_workers_is_healthy_but_not_ready_and_sigterm_ends_it_w
     assert status == 503
     assert "no decode or unified worker" in body
     shown = get(ready.http, "/metrics")[1]
-    assert re.search(rf'^jdisagg_build_info{{model="m",.*version="{package_version()}"}} 1', shown, re.MULTILINE)
+    assert re.search(rf'^jdisagg_build_info{{device_kind="",model="m",.*version="{package_version()}"}} 1', shown, re.MULTILINE)
     assert "jdisagg_event_loop_late_seconds_bucket" in shown
     with grpc.insecure_channel(ready.grpc) as channel:
         answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
@@ -106,7 +106,7 @@ def test_a_client_with_a_wrong_key_is_in_the_log_of_a_router() -> None:
 
 
 def models_told(address: str | None) -> list[str]:
-    return re.findall(r'^jdisagg_build_info{model="([^"]*)"', get(address, "/metrics")[1], re.MULTILINE)
+    return re.findall(r'^jdisagg_build_info{.*model="([^"]*)"', get(address, "/metrics")[1], re.MULTILINE)
 
 
 def test_a_router_ends_when_told_while_it_still_fetches_its_model(tmp_path: Path) -> None:
