@@ -7,6 +7,7 @@ when the router says a request would be served. SIGTERM ends the router (it lets
 from __future__ import annotations
 
 import asyncio
+import itertools
 import http.client
 import logging
 import os
@@ -86,7 +87,7 @@ def _shared_environ(config: Config) -> Mapping[str, str]:
 
 
 def split_devices(devices: str | None, needs: Sequence[int]) -> list[str | None]:
-    """`--devices` of each worker: disjoint shares when there are enough, else all workers share from the first on.
+    """`--devices` of each worker: disjoint shares when there are enough, else the workers go round them.
 
     Raises ConfigError when one worker alone needs more than there are.
     """
@@ -98,8 +99,8 @@ def split_devices(devices: str | None, needs: Sequence[int]) -> list[str | None]
             f"--devices: got {devices!r} ({len(indices)} devices), wanted at least {max(needs)} for the largest worker; "
             "name more devices or lower --prefill-tp / --decode-tp"
         )
-    starts = [sum(needs[:i]) for i in range(len(needs))] if sum(needs) <= len(indices) else [0] * len(needs)
-    return [",".join(map(str, indices[start : start + need])) for start, need in zip(starts, needs, strict=True)]
+    following = itertools.cycle(indices)
+    return [",".join(str(index) for index in itertools.islice(following, need)) for need in needs]
 
 
 async def serve(config: Config, process: Process, program: Sequence[str] = SERVE) -> int:

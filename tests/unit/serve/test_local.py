@@ -251,6 +251,8 @@ def test_workers_are_commanded_to_register_and_the_keys_stay_out_of_argv() -> No
         ("0", [1, 1], ["0", "0"]),
         ("2-5", [2, 1], ["2,3", "4"]),
         ("0-1", [2, 1], ["0,1", "0"]),
+        ("0-3", [1] * 8, list("01230123")),
+        ("4-6", [2, 2], ["4,5", "6,4"]),
     ],
 )
 def test_devices_are_split_when_there_are_enough_and_shared_otherwise(devices, needs, wanted) -> None:
