@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from tests.unit.batch.command_line import arguments, write
 from tests.unit.batch.fake_server import serving
 
 HANG_S = 60.0
+INTERRUPTED = "jdisagg.batch: interrupted; the same command goes on from here\n"
 
 
 class SlowJournal(Journal):
@@ -122,27 +123,57 @@ def test_what_was_answered_while_another_line_was_being_journalled_gets_there_to
         assert [number for number in range(1, 6) if number in journal] == [1, 2, 3, 4]
 
 
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Those of a process as it starts; a batch leaves them so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.getsignal(signal.SIGTERM)
+    yield
+    now = signal.signal(signal.SIGINT, before[0]), signal.getsignal(signal.SIGTERM)
+    assert now == (signal.default_int_handler, before[1])
+
+
+def hit_by(sent: signal.Signals) -> Callable[..., None]:
+    """A pass over a large file, without a loop that hears signals."""
+
+    def long_pass(*_: object, **__: object) -> None:
+        assert signal.getsignal(sent) is not signal.SIG_DFL, "it ends the process"
+        signal.raise_signal(sent)
+        raise AssertionError("it goes on")
+
+    return long_pass
+
+
+@pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("within", ["left_journal", "summary"])
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_batch_ends_alike_at_both_signals_before_it_asks_and_behind_its_last_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], within: str, sent: signal.Signals
 ) -> None:
-    """Without a loop that hears them."""
     source, output = write(tmp_path / "in.jsonl", ['{"prompt": "x"}']), tmp_path / "out.jsonl"
+    with serving() as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(command_line, within, hit_by(sent))
+            assert main(arguments(source, output, server.url)) == 1
+        assert capsys.readouterr().err == INTERRUPTED
+        assert main(arguments(source, output, server.url)) == 0
+        assert server.asked.total() == 1
 
-    def long_pass(*_: object) -> None:
-        signal.raise_signal(sent)
-        raise AssertionError("it goes on")
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.getsignal(signal.SIGTERM)
-    try:
-        with serving() as server:
-            with monkeypatch.context() as patch:
-                patch.setattr(command_line, within, long_pass)
-                assert main(arguments(source, output, server.url)) == 1
-            assert capsys.readouterr().err == "jdisagg.batch: interrupted; the same command goes on from here\n"
-            assert main(arguments(source, output, server.url)) == 0
-            assert server.asked.total() == 1
-        assert signal.getsignal(signal.SIGTERM) == before[1]
-    finally:
-        signal.signal(signal.SIGINT, before[0])
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_so_does_one_that_looks_at_the_output_which_another_process_has_finished_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], sent: signal.Signals
+) -> None:
+    source, output = write(tmp_path / "in.jsonl", ['{"prompt": "x"}']), tmp_path / "out.jsonl"
+    with serving() as server:
+        assert main(arguments(source, output, server.url)) == 0
+        finished = output.read_bytes()
+        output.unlink()
+        capsys.readouterr()
+        with monkeypatch.context() as patch:
+            patch.setattr(command_line, "check_writable", lambda output: output.write_bytes(finished))
+            patch.setattr(command_line, "check_finished", hit_by(sent))
+            assert main(arguments(source, output, server.url)) == 1
+        assert capsys.readouterr().err == INTERRUPTED
+        assert main(arguments(source, output, server.url)) == 0
+        assert server.asked.total() == 1
