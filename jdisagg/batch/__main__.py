@@ -44,7 +44,8 @@ def main(argv: Sequence[str], *, tidy: Callable[[], object] = lambda: None, what
     try:
         command = parse_command(argv)
         with _ended_by_sigterm():
-            found = _completed(command, tidy, interrupted)
+            while (found := _go_on(command, tidy, interrupted)) is None:
+                pass
         for text in found.told(command.batch.output):
             say(text)
         return EXIT_DONE
@@ -59,29 +60,28 @@ def main(argv: Sequence[str], *, tidy: Callable[[], object] = lambda: None, what
         return EXIT_STOPPED
 
 
-def _completed(command: Command, tidy: Callable[[], object], interrupted: str) -> Summary:
-    """Do what is left of the batch, and sum up its output."""
+def _go_on(command: Command, tidy: Callable[[], object], interrupted: str) -> Summary | None:
+    """Do what is left of the batch, and sum up its output. None: that is there only now, to be looked at like any other."""
     batch, again = command.batch, command.retry_failed
     journal = left_journal(batch.output, batch.header())
     with nullcontext() if journal is None else journal:
-        if journal is None or not end_former_run(batch, journal):
-            if batch.output.exists() and (journal is None or not len(journal)):
-                found = check_finished(batch, retry_failed=again)
-                if found is not None and not (again and found.has_lines_to_retry):
-                    asyncio.run(_say_complete(command, found, "already complete"))
-                    if journal is not None:
-                        journal.remove()
-                    return found
-            check_writable(batch.output)
-            if asyncio.run(_run(command, journal, tidy, interrupted)):
-                with _ended_by_sigterm():  # once more: the loop has left what the system does
-                    return summary(batch.output)
-        elif not again:
+        if journal is not None and end_former_run(batch, journal):
+            if again:
+                return None
             found = summary(batch.output)
             asyncio.run(_say_complete(command, found, "the output of a former run is written now, complete"))
             return found
-    with _ended_by_sigterm():
-        return _completed(command, tidy, interrupted)
+        if batch.output.exists() and (journal is None or not len(journal)):
+            found = check_finished(batch, retry_failed=again)
+            if found is not None:
+                asyncio.run(_say_complete(command, found, "already complete"))
+                if journal is not None:
+                    journal.remove()
+                return found
+        check_writable(batch.output)
+        is_ours = asyncio.run(_run(command, journal, tidy, interrupted))
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # the loop has left what the system does
+        return summary(batch.output) if is_ours else None
 
 
 @contextmanager

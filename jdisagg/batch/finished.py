@@ -32,7 +32,7 @@ def end_former_run(batch: Batch, journal: Journal) -> bool:
 
 
 def check_finished(batch: Batch, *, retry_failed: bool) -> Summary | None:
-    """Of an output that a former run has finished; when `retry_failed`, None where lines that failed have changed since. Raises
+    """Of an output that a former run has finished; None where lines of it are to be asked now, since `retry_failed`. Raises
     ConfigError when the output is another batch's."""
     found = Summary()
     tell_of_pass(batch.output, "whether it is this batch's, and complete")
@@ -41,7 +41,7 @@ def check_finished(batch: Batch, *, retry_failed: bool) -> Summary | None:
             break
         found.add(line)
     else:
-        return found
+        return None if retry_failed and found.has_lines_to_retry else found
     if not _is_mended(batch):
         raise ConfigError(
             f"--output: {batch.output} exists and is not the output of this batch (its input, --seed and engine); "
