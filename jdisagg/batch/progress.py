@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from jdisagg.batch.results import num_failed
-from jdisagg.batch.runner import Finished
 from jdisagg.batch.said import say
 
 REPORT_EVERY_S = 30.0
 _REDRAW_EVERY_S = 1.0
 _SMOOTHING = 0.05  # of the bar's rate: about its last twenty redraws
-OnProgress = Callable[[Sequence[Finished]], object]
+OnProgress = Callable[[int, int], object]  # (finished lines, how many of them failed)
 
 
 @contextmanager
 def shown(total: int, done: int, failed: int, *, quiet: bool) -> Iterator[OnProgress]:
-    """What is to be told of more finished lines, of `total` of which `done` were finished before, `failed` of them badly."""
+    """What is to be told when more of `total` lines are finished; `done` of them were before, `failed` of these badly."""
     if quiet:
-        yield len
+        yield lambda done, failed: None
     elif sys.stderr.isatty():
         with logging_redirect_tqdm(), _bar(total, done, failed) as bar:
             yield bar
@@ -38,12 +36,10 @@ def _bar(total: int, done: int, failed: int) -> Iterator[OnProgress]:
         if failed:
             bar.set_postfix_str(f"{failed} failed")
 
-        def update(finished: Sequence[Finished]) -> None:
-            nonlocal failed
-            if more := num_failed(line for _, line in finished):
-                failed += more
+        def update(done: int, failed: int) -> None:
+            if failed:
                 bar.set_postfix_str(f"{failed} failed", refresh=False)
-            bar.update(len(finished))
+            bar.update(done - bar.n)
 
         yield update
 
@@ -54,20 +50,17 @@ class Reports:
     def __init__(self, total: int, done: int, failed: int) -> None:
         """`done` of `total` lines were finished by former runs, `failed` of them badly."""
         self._total = total
-        self._done = self._told = done
-        self._failed = failed
+        self._told = done
         self._told_s = monotonic()
         if done:
             say(f"{done} of {total} were done before, {failed} failed")
 
-    def __call__(self, finished: Sequence[Finished]) -> None:
-        """These are finished, too."""
-        self._done += len(finished)
-        self._failed += num_failed(line for _, line in finished)
+    def __call__(self, done: int, failed: int) -> None:
+        """So many are finished now."""
         now_s = monotonic()
         if now_s - self._told_s < REPORT_EVERY_S:
             return
-        rate = (self._done - self._told) / (now_s - self._told_s)
-        self._told, self._told_s = self._done, now_s
-        share, left = self._done / self._total, tqdm.format_interval((self._total - self._done) / rate)
-        say(f"{self._done} of {self._total} ({share:.0%}), {self._failed} failed; {rate:.3g} requests/s, {left} left")
+        rate = (done - self._told) / (now_s - self._told_s)
+        self._told, self._told_s = done, now_s
+        share, left = done / self._total, tqdm.format_interval((self._total - done) / rate)
+        say(f"{done} of {self._total} ({share:.0%}), {failed} failed; {rate:.3g} requests/s, {left} left")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -80,11 +80,6 @@ def is_answered(line: dict[str, Any]) -> bool:
 def is_answered_as_written(raw: bytes) -> bool:
     """Likewise, of one as a journal holds it: nothing is decoded."""
     return raw.startswith(_ANSWERED, raw.find(_RESPONSE))
-
-
-def num_failed(lines: Iterable[dict[str, Any]]) -> int:
-    """How many of these output lines are no such answer."""
-    return sum(not is_answered(line) for line in lines)
 
 
 def read_output(output: Path) -> Iterator[dict[str, Any] | None]:

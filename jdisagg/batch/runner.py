@@ -109,10 +109,9 @@ class Batch:
             )
 
 
-async def run_batch(
-    batch: Batch, journal: Journal, sender: Sender, on_progress: Callable[[Sequence[Finished]], object]
-) -> None:
-    """Do what the journal lacks, then publish the output. `on_progress(lines)`: these are durable.
+async def run_batch(batch: Batch, journal: Journal, sender: Sender, on_progress: Callable[[int, int], object]) -> None:
+    """Do what the journal lacks, then publish the output. `on_progress(done, failed)`: so many lines are durable, so many of
+    them failed.
 
     Raises Unavailable when the server stays away, WriteFailed when the disk is full, ConfigError when the input is gone or
     changed meanwhile; the journal then holds what was answered.
@@ -186,15 +185,13 @@ def _first(failures: BaseExceptionGroup) -> BaseException:
     return leaf
 
 
-async def _write(
-    answers: asyncio.Queue[Finished | None], journal: Journal, on_progress: Callable[[Sequence[Finished]], object]
-) -> None:
+async def _write(answers: asyncio.Queue[Finished | None], journal: Journal, on_progress: Callable[[int, int], object]) -> None:
     """Journal whatever has gathered, one fsync for all of it, until None comes; cancelled, what is there still."""
 
     async def append(finished: Sequence[Finished]) -> None:
         if finished:
             await to_its_end(journal.append, finished)
-            on_progress(finished)
+            on_progress(len(journal), journal.num_failed)
 
     try:
         open_ = True

@@ -129,7 +129,7 @@ async def _ours(setting: Setting, directory: Path, asked: list[list[int]], dummy
         served = await served_model(sender)
         began_s = time.monotonic()
         with Journal(batch.output, batch.header(served.name, served.fingerprint)) as journal:
-            await run_batch(batch, journal, sender, lambda _: None)
+            await run_batch(batch, journal, sender, lambda *_: None)
         seconds = time.monotonic() - began_s
     responses = [json.loads(line)["response"] or {} for line in output.read_text().splitlines()]
     bodies = [response.get("body", {}) for response in responses if response.get("status_code") == OK]

@@ -56,7 +56,7 @@ def cancelled(directory: Path, text: str, times: int = 1) -> tuple[Batch, bool]:
     async def body() -> bool:
         async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://fake") as client:
             with SlowJournal(batch.output, batch.header("fake")) as journal:
-                run = asyncio.ensure_future(run_batch(batch, journal, Sender(client, patience_s=1.0), lambda _: None))
+                run = asyncio.ensure_future(run_batch(batch, journal, Sender(client, patience_s=1.0), lambda *_: None))
                 while not journal.is_writing:
                     assert not run.done(), "it writes before it ends"
                     await asyncio.sleep(0.005)
@@ -107,7 +107,7 @@ def test_what_was_answered_while_another_line_was_being_journalled_gets_there_to
 
         async with httpx.AsyncClient(transport=httpx.MockTransport(serve), base_url="http://fake") as client:
             with SlowJournal(batch.output, batch.header("fake")) as journal:
-                run = asyncio.ensure_future(run_batch(batch, journal, Sender(client, patience_s=0.0), lambda _: None))
+                run = asyncio.ensure_future(run_batch(batch, journal, Sender(client, patience_s=0.0), lambda *_: None))
                 while not (journal.is_writing and num_asked == 5):
                     await asyncio.sleep(0.005)
                 await asyncio.sleep(0.05)

@@ -131,7 +131,7 @@ def run_what_is_left(batch: Batch) -> None:
 
     async def body() -> None:
         async with httpx.AsyncClient(base_url=NOWHERE) as client:
-            await run_batch(batch, journal, Sender(client, patience_s=0.0), len)
+            await run_batch(batch, journal, Sender(client, patience_s=0.0), lambda *_: None)
 
     with Journal(batch.output, batch.header("fake")) as journal:
         journal.append(answered(number, batch) for number in range(2, MANY + 1))

@@ -15,9 +15,7 @@ import pytest
 
 from jdisagg.batch.__main__ import main
 from jdisagg.batch.journal import Journal
-from jdisagg.batch.lines import BadLine
 from jdisagg.batch.progress import Reports
-from jdisagg.batch.results import error_line
 from jdisagg.batch.runner import Batch, Finished
 from tests.unit.batch.fake_server import serving
 
@@ -34,13 +32,13 @@ def test_a_file_gets_a_line_now_and_then_with_the_rate_since_the_one_before(
     now_s = 1000.0
     monkeypatch.setattr("jdisagg.batch.progress.monotonic", lambda: now_s)
     report = Reports(200_000, 50_000, 7)
-    for first in range(50_000, 56_000, 100):
+    for done in range(50_100, 56_001, 100):
         now_s += 1.0
-        report(lines(range(first, first + 100), 200 if first >= 51_000 else 404))
+        report(done, 7 + min(1000, done - 50_000))
     now_s += 9.0
-    report([(200_001, error_line(BadLine(200_001, None, "no JSON"), batch_id="b"))])
+    report(56_001, 1008)
     now_s += 31.0
-    report(lines(range(60_000, 60_599), 200))
+    report(56_600, 1008)
     assert capsys.readouterr().err.splitlines() == [
         "jdisagg.batch: 50000 of 200000 were done before, 7 failed",
         "jdisagg.batch: 53000 of 200000 (26%), 1007 failed; 100 requests/s, 24:30 left",
