@@ -107,11 +107,6 @@ class EngineRequest:
         return len(self.prompt_token_ids) + len(self.generated_token_ids)
 
     @property
-    def by_grammar(self) -> bool:
-        """A grammar says what may be sampled: what is next follows from the tokens so far."""
-        return self.sampling.grammar is not None
-
-    @property
     def grammar_kind(self) -> GrammarKind | None:
         """What its grammar is written in: not every worker serves each; None = it has none."""
         return None if self.sampling.grammar is None else self.sampling.grammar.kind

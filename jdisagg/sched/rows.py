@@ -46,7 +46,7 @@ class RowPlanner:
         wanted, running = self.config.num_scheduler_steps, self.table.queues[Status.RUNNING]
         if wanted == 1 or self.limits.role is Role.PREFILL or len(running) < len(self.table.live):
             return 1
-        if not all(s.is_decoding and not s.request.by_grammar for s in running):
+        if not all(s.is_decoding and s.request.sampling.grammar is None for s in running):
             return 1
         num_steps = min(wanted, max((s.num_wanted for s in running), default=1))
         if num_steps <= 1:
@@ -107,7 +107,7 @@ class RowPlanner:
         draft.reads -= sequence.num_scheduled
         draft.decode.append(sequence.slot)
         draft.rows[sequence.slot] = Row(sequence, sequence.epoch, sequence.num_scheduled, count)
-        draft.by_grammar |= sequence.request.by_grammar
+        draft.by_grammar |= sequence.request.sampling.grammar is not None
 
     def _preempt(self, draft: Draft, victim: Sequence, wanted_by: Sequence) -> None:
         draft.undo(victim)
@@ -170,7 +170,7 @@ class RowPlanner:
         )
         sequence.num_scheduled = end
         sequence.num_in_flight += samples
-        draft.by_grammar |= samples and sequence.request.by_grammar
+        draft.by_grammar |= samples and sequence.request.sampling.grammar is not None
         draft.budget -= length
         draft.reads -= end
         draft.rows[sequence.slot] = Row(sequence, sequence.epoch, end, int(samples))

@@ -105,7 +105,7 @@ class Sequence:
     @property
     def awaits_token(self) -> bool:
         """What it may sample next follows from a token that the host has not seen."""
-        return self.num_in_flight > 0 and self.request.by_grammar
+        return self.num_in_flight > 0 and self.request.sampling.grammar is not None
 
     @property
     def num_wanted(self) -> int:
