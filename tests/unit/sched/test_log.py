@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jdisagg.core.config import SchedulerConfig
-from jdisagg.core.errors import HandoffLost, InvalidRequest
+from jdisagg.core.errors import HandoffLost, InvalidRequest, Overloaded
 from jdisagg.core.requests import FinishReason, Output, Provenance, Role, TokenLogprob
 from jdisagg.replay import main, replay
 from jdisagg.sched.flight_recorder import NUM_RECENT_PLANS
@@ -57,6 +57,21 @@ def test_a_log_of_an_older_worker_replays_though_it_says_what_changed_nothing(lo
     report = replay(json.dumps(line) + "\n" for line in lines)
     assert (report.difference, report.damage, report.num_calls) == (None, None, len(lines) - 1)
     assert len(commits) > 10
+
+
+def test_a_prompt_that_was_refused_a_place_which_was_kept_for_others_is_refused_once_more_by_a_replay(tmp_path: Path) -> None:
+    """A log knows no hand-offs: who decides by them says it in the call."""
+    path = tmp_path / "schedule.jsonl"
+    engine = FakeEngine(Role.PREFILL, schedule_log=str(path), max_queue_len=2)
+    engine.add(*(request(f"r{i}", (i + 1,) * 4, 1) for i in range(5)))  # four find a slot
+    with pytest.raises(Overloaded, match="the last places are for others"):
+        engine.add(request("refused", (9,) * 4, 1), kept=1)
+    engine.add(request("r5", (6,) * 4, 1))
+    engine.tick()
+    engine.scheduler.close_log()
+    with path.open() as lines:
+        report = replay(lines)
+    assert (report.difference, report.num_plans) == (None, 1)
 
 
 def test_the_first_difference_is_named_with_its_line(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
