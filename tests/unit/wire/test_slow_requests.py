@@ -22,6 +22,7 @@ from jdisagg.v1 import generation_pb2, generation_pb2_grpc
 from tests.unit.api_edge.fakes import run
 
 GENERATE = "/jdisagg.v1.GenerationService/Generate"
+CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 REQUEST = generation_pb2.GenerateRequest(text="x" * 1000)
 
 
@@ -47,10 +48,10 @@ async def serving() -> AsyncIterator[grpc.aio.Channel]:
         await server.stop(0.0)
 
 
-def begin(channel: grpc.aio.Channel) -> Any:
-    """A call of Generate that has brought no request yet."""
-    serialize = generation_pb2.GenerateRequest.SerializeToString
-    return channel.stream_stream(GENERATE, serialize, generation_pb2.GenerateResponse.FromString)(timeout=60.0)
+def begin(channel: grpc.aio.Channel, method: str = GENERATE) -> Any:
+    """A call that has brought no request yet."""
+    kind = channel.stream_unary if method == CHECK else channel.stream_stream
+    return kind(method)(timeout=60.0)
 
 
 def test_who_needs_no_key_ends_nobody_elses_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,9 +63,8 @@ def test_who_needs_no_key_ends_nobody_elses_call(monkeypatch: pytest.MonkeyPatch
         async with serving() as channel:
             generate = begin(channel)
             await asyncio.sleep(0.05)
-            checks = [channel.stream_stream("/grpc.health.v1.Health/Check")(timeout=60.0) for _ in range(5)]
+            checks = [begin(channel, CHECK) for _ in range(5)]
             for call in checks[:2]:
-                assert not await call.read()
                 assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             await asyncio.sleep(0.3)
             assert not generate.done()
@@ -94,9 +94,9 @@ def test_of_too_many_calls_whose_requests_take_long_the_oldest_are_ended(monkeyp
             await asyncio.sleep(0.5)
             for call in calls[2:]:
                 assert not call.done()
-                await call.write(REQUEST)
+                await call.write(REQUEST.SerializeToString())
                 await call.done_writing()
-                assert (await call.read()).request_id == REQUEST.text
+                assert generation_pb2.GenerateResponse.FromString(await call.read()).request_id == REQUEST.text
                 assert await call.code() is grpc.StatusCode.OK
             late = [begin(channel) for _ in range(3)]  # places of those that ended are free
             await asyncio.sleep(0.6)
@@ -161,14 +161,13 @@ def test_of_a_call_whose_request_has_come_nothing_is_kept(takes_s: float, monkey
     run(check())
 
 
-@pytest.mark.parametrize("method", ["Check", "Watch"])
+@pytest.mark.parametrize("method", [CHECK, WATCH])
 def test_a_call_of_health_that_brings_no_request_ends(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(late_request, "REQUEST_TIMEOUT_S", 0.3)
 
     async def check() -> None:
         async with serving() as channel:
-            kind = channel.stream_stream if method == "Watch" else channel.stream_unary
-            call = kind(f"/grpc.health.v1.Health/{method}")(timeout=20.0)
+            call = begin(channel, method)
             began_s = time.monotonic()
             assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             assert "no request came within 0.3 s" in await call.details()
