@@ -68,9 +68,9 @@ class Core:
         return self.loaded.spec.kv_spec(self.loaded.kv_dtype)
 
     @property
-    def device(self) -> jax.Device:
-        """The first of those that compute for it."""
-        return self.runner.device.whole.mesh.devices.flat[0]
+    def device(self) -> Any:
+        """One of those that compute for it, which are alike."""
+        return next(iter(self.runner.device.whole.device_set))
 
     @property
     def grammar_kinds(self) -> frozenset[GrammarKind]:

@@ -7,8 +7,8 @@ when the router says a request would be served. SIGTERM ends the router (it lets
 from __future__ import annotations
 
 import asyncio
-import itertools
 import http.client
+import itertools
 import logging
 import os
 import sys
