@@ -173,6 +173,13 @@ def default_of(option: str) -> tuple[str, ...]:
     return (f"{default:g}",) if isinstance(default, float) else (str(default.value if isinstance(default, Enum) else default),)
 
 
+def test_flags_for_some_roles_alone_are_in_a_table_with_these() -> None:
+    table = (ROOT / "docs" / "operations.md").read_text().partition("| flags | for `--role` |")[2].partition("\n\n")[0]
+    rows = [[re.findall(r"`([\w-]+)`", cell) for cell in row.split("|")[1:3]] for row in table.splitlines()[2:]]
+    said = {option: set(roles) for options, roles in rows for option in options}
+    assert said == {flag.option: set(flag.only) for flag in FLAGS if flag.only}
+
+
 def test_every_way_to_fail_is_named_with_both_statuses() -> None:
     rows = (ROOT / "docs" / "operations.md").read_text().splitlines()
     statuses = {
