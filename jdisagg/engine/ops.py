@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 _ROWS = PartitionSpec(None, TP_AXIS)  # [T, heads, D]
 _ALL = PartitionSpec()
 _HOPPER = "9.0"
+_SLOW = "KV cache is served by plain XLA, several times slower than the kernels"
 _GPU_GENERATIONS = ("9", "10")  # Hopper, and Blackwell of data centres
 Store = Callable[..., jax.Array]  # (array, layer, rows [T, K, F], pages, offsets, heads_major=) -> array
 
@@ -44,9 +45,11 @@ def choose_ops(layout: KVLayout, mesh: Mesh) -> AttentionOps:
     device = mesh.devices.flat[0]
     implementation = kernels_of(device)
     if implementation == "ref":
+        if device.platform != "cpu":
+            log.warning("%s, as there are none for %s", _SLOW, device.device_kind)
         return RefOps(layout, mesh)
     if reason := (tpu_layout_refuses if implementation == "tpu" else gpu_layout_refuses)(layout):
-        log.warning("KV cache is served by plain XLA, several times slower than the kernels: %s", reason)
+        log.warning("%s: %s", _SLOW, reason)
         return RefOps(layout, mesh)
     if implementation == "gpu":
         return GpuOps(layout, mesh, table=gpu_tuned(device.device_kind))

@@ -158,10 +158,18 @@ def test_layouts_that_the_kernels_serve(change, page_size, said):
     assert (reason is None) if said is None else (said in reason)
 
 
-def test_other_platforms_get_plain_ops():
-    mesh = make_mesh(jax.devices("cpu"), 1)
-    layout = choose_layout(KVSpec(num_layers=2, num_kv_heads=8, features=256, dtype="float32"), mesh, 16)
-    assert isinstance(choose_ops(layout, mesh), RefOps)
+@pytest.mark.parametrize(
+    ("platform", "kind", "said"),
+    [("cpu", "cpu", ""), ("gpu", "NVIDIA L4", "slower than the kernels, as there are none for NVIDIA L4")],
+)
+def test_other_platforms_get_plain_ops(platform, kind, said, caplog):
+    layout = choose_layout(
+        KVSpec(num_layers=2, num_kv_heads=8, features=256, dtype="float32"), make_mesh(jax.devices("cpu"), 1), 16
+    )
+    device = SimpleNamespace(platform=platform, device_kind=kind, compute_capability="8.9")
+    assert isinstance(choose_ops(layout, SimpleNamespace(devices=np.array([device]))), RefOps)
+    assert said in caplog.text
+    assert bool(said) == bool(caplog.text)
 
 
 @pytest.mark.parametrize(("tp", "dtype"), [(1, "int8"), (4, "int8"), (1, "float32")])
