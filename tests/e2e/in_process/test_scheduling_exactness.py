@@ -163,20 +163,22 @@ PAIR_CONDITIONS: dict[str, tuple[dict[str, Any], Happened]] = {
         {"prefill": {"scheduling_policy": "priority"}, "decode": {"scheduling_policy": "priority"}},
         lambda c: c["admitted_out_of_order"] > 10,
     ),
-    "retraction, fetched again": ({"decode": {"num_pages": SMALL}}, lambda c: c["retractions"] > 100 and "chunks" not in c),
+    # about 120 retractions, which depends on when KV arrives: 99 and 147 were seen
+    "retraction, fetched again": ({"decode": {"num_pages": SMALL}}, lambda c: c["retractions"] > 50 and "chunks" not in c),
     "retraction, computed again": (
         {"decode": {"num_pages": SMALL}, "local_prefill": LocalPrefill.ON_FAILURE},
-        lambda c: c["retractions"] > 100 and c["chunks"] > 100,
+        lambda c: c["retractions"] > 50 and c["chunks"] > 50,
     ),
     "retraction through host memory": (
         {"decode": {"num_pages": SMALL, "host_kv_bytes": HOST_KV_BYTES}},
-        lambda c: c["offloads"] > 100 and c["restores"] > 100,
+        lambda c: c["offloads"] > 50 and c["restores"] > 50,
     ),
     "little memory on both": (
         {"prefill": {"num_pages": SMALL, "caching": True}, "decode": {"num_pages": SMALL, "caching": True}},
-        lambda c: c["retractions"] > 50,  # about 110, which depends on when KV arrives: 99 and 126 were seen
+        lambda c: c["retractions"] > 50,
     ),
 }
+WAVE = 8  # requests that D gets while nothing else runs: once it has the KV of the last of them it only decodes
 
 
 @pytest.mark.covers("I-6", "D19")
@@ -185,9 +187,11 @@ def test_streams_of_a_pair_are_equal_whatever_its_schedulers_do(
     name: str, exact: Runners, requests: list[EngineRequest], reference: Streams
 ) -> None:
     options, happened = PAIR_CONDITIONS[name]
+    size = WAVE if "8 steps" in name else len(requests)
+    waves = [requests[first : first + size] for first in range(0, len(requests), size)]
     pair = exact.make_pair(**options)
     try:
-        got = pair.serve(requests, per_tick=0.2 if "8 steps" in name else 2)
+        got = {one: stream for wave in waves for one, stream in pair.serve(wave).items()}
     finally:
         pair.close()
     counters = pair.decode.counters()
