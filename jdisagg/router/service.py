@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 TOLD_EVERY_S = 10.0  # a worker that is turned away tries again several times a second
 TOLD_APART = 32  # such workers; of others one line is said
+GOODBYE_S = 3.0  # for workers that wait for a core: who is not told takes our end for an outage. Beyond --drain-s
 
 
 class FleetService(fleet_pb2_grpc.FleetServiceServicer):
@@ -43,8 +44,9 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         self._leaving = True
 
     async def everybody_told(self) -> None:
-        """After `leave`: wait until each worker has been told, at most two heartbeats (a dead one never will be)."""
-        deadline_s = monotonic() + 2 * self._config.heartbeat_s
+        """After `leave`: wait until each worker has been told, or is taken for dead, at most GOODBYE_S or two heartbeats (a dead
+        one never will be)."""
+        deadline_s = monotonic() + max(GOODBYE_S, 2 * self._config.heartbeat_s)
         while {member.address for member in self._workers.members()} - self._told and monotonic() < deadline_s:
             await asyncio.sleep(0.01)
 

@@ -94,6 +94,22 @@ def test_a_router_that_never_answered_is_told_of_once_and_after_a_while(draining
     run_quiet(body())
 
 
+def test_a_worker_whose_heartbeat_comes_late_is_told_goodbye():
+    """As it waits for a core."""
+
+    async def body() -> None:
+        router = await Router(config=replace(FAST, heartbeat_s=1.0, dead_after_s=60.0)).start()
+        (worker,) = await fleet(FakeWorker((router.address,)), router=router)
+        await until(lambda: worker.registration.registered()[router.address])
+        router.service._config = FAST  # by which it is late
+        router.service.leave()
+        await router.service.everybody_told()
+        assert router.service._told == {worker.address}
+        await stop(router, worker)
+
+    run_quiet(body())
+
+
 def test_a_goodbye_never_waits_for_a_worker_that_is_dead():
     async def body() -> None:
         router = await Router(config=replace(FAST, dead_after_s=60.0)).start()
