@@ -96,7 +96,7 @@ class ServerProcess:
 
     # --- looking from outside
 
-    def get(self, path: str, timeout_s: float = 10.0) -> tuple[int, str]:
+    def get(self, path: str, timeout_s: float = 30.0) -> tuple[int, str]:
         """HTTP GET: (status, body)."""
         try:
             with urllib.request.urlopen(self.http + path, timeout=timeout_s) as response:
@@ -137,9 +137,11 @@ class ServerProcess:
 
 
 def wait_until(condition: Any, timeout_s: float, what: str, found: Callable[[], object] | None = None) -> None:
-    """Poll until `condition()` is true; raises with `what`, and what `found()` sees, otherwise."""
-    deadline_s = time.monotonic() + timeout_s
+    """Poll until `condition()` is true; raises with `what`, and what `found()` sees, otherwise. It is asked once more when the
+    time is over: this process may have stood still."""
+    deadline_s, is_over = time.monotonic() + timeout_s, False
     while not condition():
-        if time.monotonic() > deadline_s:
+        if is_over:
             raise AssertionError(f"not within {timeout_s} s: {what}" + (f"; found {found()}" if found else ""))
         time.sleep(0.02)
+        is_over = time.monotonic() > deadline_s
