@@ -166,6 +166,8 @@ async def _left_over(member: Member) -> list[str]:
         metrics, state = await member.metrics(), await member.state()
     except (httpx.HTTPError, ValueError) as error:
         return [f"does not answer: {error!r}"]
+    if "error" in state:
+        return [f"does not answer: {state['error']}"]
     found = [f"{name} = {metrics[name]:g}" for name in GAUGES if metrics.get(name)]
     handoff = state.get("handoff") or {}
     held = {name: handoff[name] for name in ("published_bytes", "buffered_bytes") if handoff.get(name)}

@@ -21,6 +21,7 @@ from jdisagg.serve.ready import Ready
 
 READY_TIMEOUT_S = 150.0
 STOP_TIMEOUT_S = 60.0  # beyond --drain-s
+ENGINE_ANSWERS_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,14 @@ class ServerProcess:
         return Resources(held.threads, held.descriptors, held.sockets)
 
     def state(self) -> dict[str, Any]:
-        """GET /debug/state."""
+        """GET /debug/state, again where an engine that waits for a core had not answered."""
+        deadline_s = time.monotonic() + ENGINE_ANSWERS_S
+        while "error" in (state := self.state_now()) and time.monotonic() < deadline_s:
+            pass
+        return state
+
+    def state_now(self) -> dict[str, Any]:
+        """The same, once; an engine that stands still has an `error` and nothing else."""
         return json.loads(self.get("/debug/state")[1])
 
 

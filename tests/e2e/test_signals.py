@@ -118,7 +118,7 @@ def _loop_answers_while_the_state_is_asked_for(server: ServerProcess) -> None:
 
 def _longest_wait_while_the_state_is_asked_for(server: ServerProcess) -> float:
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(server.state)
+        asked = pool.submit(server.state_now)
         largest_s = 0.0
         while not asked.done():
             began_s = time.monotonic()

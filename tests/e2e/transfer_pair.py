@@ -36,9 +36,9 @@ class Peer:
         assert self.process.stdout is not None
         os.set_blocking(self.process.stdout.fileno(), False)
         self._text = b""
-        self.pid = int(self._read(60.0)["pid"])
+        self.pid = int(self._read(150.0)["pid"])
 
-    def ask(self, do: str, *, answer_s: float = 40.0, **order: Any) -> dict[str, Any]:
+    def ask(self, do: str, *, answer_s: float = 90.0, **order: Any) -> dict[str, Any]:
         """Its answer."""
         self.tell(do, **order)
         return self._read(answer_s)

@@ -76,7 +76,7 @@ def test_large_pieces_withdrawn_while_they_travel_leave_nothing(pair: TransferPa
         outcomes: Counter[str] = Counter()
         for _ in range(count):
             ready = pair.published("k", 1)
-            pair.consumer.ask("fetch", ready=ready, peer=pair.peer, within_s=5.0)
+            pair.consumer.ask("fetch", ready=ready, peer=pair.peer, within_s=20.0)
             time.sleep(moment.uniform(0.0, 0.03))
             event = pair.consumer.ask("event", timeout_s=0.0)
             outcomes["on its way"] += "nothing" in event

@@ -140,7 +140,7 @@ def hidden_share(chat: Chat, rng: random.Random) -> float:
 def freeze(server: ServerProcess) -> None:
     """Its engine stands still; the process lives and sends heartbeats."""
     server.signal(signal.SIGUSR2)
-    wait_until(lambda: "error" in server.state(), 10, "the engine stands still")
+    wait_until(lambda: "error" in server.state_now(), 10, "the engine stands still")
 
 
 def thaw(server: ServerProcess) -> None:

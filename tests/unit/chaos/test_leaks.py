@@ -1,0 +1,34 @@
+"""What processes still hold for somebody, by their own word."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from chaos_kit import leaks
+from chaos_kit.member import Member
+
+
+class Idle(Member):
+    """Nothing is counted here. Asked for its state it says in turn what it was given, the last for ever."""
+
+    def __init__(self, *states: dict[str, Any]) -> None:
+        self.name = "D1"
+        self._states = list(states)
+
+    async def metrics(self) -> dict[str, float]:
+        return {}
+
+    async def state(self) -> dict[str, Any]:
+        return self._states.pop(0) if len(self._states) > 1 else self._states[0]
+
+
+def test_an_engine_that_has_not_answered_is_asked_again_and_not_taken_for_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = {"error": "the engine thread has not answered", "in_flight": "nothing"}
+    assert asyncio.run(leaks.at_rest([Idle(silent, {"streams": []})])) == []
+    monkeypatch.setattr(leaks, "SETTLE_S", 0.2)
+    (found,) = asyncio.run(leaks.at_rest([Idle(silent)]))
+    assert "has not answered" in found
+    (found,) = asyncio.run(leaks.at_rest([Idle(silent, {"streams": ["r/0"]})]))
+    assert found.startswith("D1: streams")
