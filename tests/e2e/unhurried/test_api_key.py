@@ -11,7 +11,7 @@ import pytest
 
 from jdisagg.v1 import admin_pb2, admin_pb2_grpc, common_pb2, generation_pb2, generation_pb2_grpc
 from tests.e2e.client import OPTIONS
-from tests.e2e.conftest import Start
+from tests.e2e.conftest import PATIENT, Start
 from tests.e2e.processes import ServerProcess
 
 KEY = "k3y-for-tests"
@@ -61,7 +61,7 @@ def http_status(fleet: ServerProcess, headers: dict[str, str]) -> int:
 def test_a_local_fleet_with_a_key_serves_who_has_it_and_nobody_can_drain_its_workers(
     start: Start, exact_flags: tuple[str, ...]
 ) -> None:
-    flags = ("--role", "local", "--local-prefill", "never", "--served-model-name", "tiny", *exact_flags)
+    flags = ("--role", "local", "--local-prefill", "never", "--served-model-name", "tiny", *PATIENT, *exact_flags)
     fleet = start("local", *flags, env={"JDISAGG_API_KEY": KEY}).wait_ready()
     assert len(generated(fleet, GOOD)) == 5  # computed on P, fetched by D: every internal service was used
     for address in (fleet.ready.http, *(child["http"] for child in fleet.ready.workers if child["role"] != "prefill")):

@@ -6,14 +6,14 @@ import pytest
 
 from tests.e2e.blows import assert_exact, long_requests, wait_all_free
 from tests.e2e.client import Got, run_all
-from tests.e2e.conftest import Start, starting
+from tests.e2e.conftest import PATIENT, Start, starting
 
 REQUESTS = long_requests(4, seed=44, max_tokens=12)
 
 
 @pytest.fixture(scope="module")
 def flags(exact_flags: tuple[str, ...]) -> tuple[str, ...]:
-    return ("--kv-cache-dtype", "int8", "--no-enable-prefix-caching", *exact_flags)
+    return ("--kv-cache-dtype", "int8", "--no-enable-prefix-caching", *PATIENT, *exact_flags)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from tests.e2e.client import Asked, run_all
-from tests.e2e.conftest import MAX_MODEL_LEN, Pair, Start
+from tests.e2e.conftest import MAX_MODEL_LEN, PATIENT, Pair, Start
 from tests.e2e.processes import ServerProcess, wait_until
 from tests.e2e.table import Table
 from tests.e2e.tiny_model import make_tiny_model
@@ -114,7 +114,7 @@ def test_bad_requests_are_answered_at_once(name: str, unified: ServerProcess, pa
         for word in words:
             assert word in error["message"], case
         assert took_s < REQUEST_S
-    wait_until(lambda: not server.state()["streams"], 10, "no stream is left", server.state)
+    wait_until(lambda: not server.state()["streams"], 30, "no stream is left", server.state)
     assert_serves(server)
 
 
@@ -151,9 +151,9 @@ def test_other_weights_are_refused_by_name_and_bystanders_go_on(
     start: Start, pair: Pair, exact_flags: tuple[str, ...], tmp_path: Path, table: Table
 ) -> None:
     other = make_tiny_model(tmp_path / "other", seed=1)
-    flags = ("--role", "decode", "--prefill", pair.prefill.grpc, "--local-prefill", "never")
+    flags = ("--role", "decode", "--prefill", pair.prefill.grpc, "--local-prefill", "never", *PATIENT)
     stranger = start("stranger", *flags, *exact_flags, "--model", str(other)).wait_ready()
-    wait_until(lambda: "weights.embed: wanted" in stranger.get("/ready")[1], 10, "/ready names the weights")
+    wait_until(lambda: "weights.embed: wanted" in stranger.get("/ready")[1], 30, "/ready names the weights")
     status, text = stranger.get("/ready")
     assert status == 503
     table.add("other weights: GET /ready", status, 0.0, json.loads(text)["reason"])
@@ -165,7 +165,7 @@ def test_other_weights_are_refused_by_name_and_bystanders_go_on(
     table.add("other weights: a request", refused.error.code().name, took_s, refused.error.details() or "")
     assert "(also: weights.layers, weights.head)" in (refused.error.details() or "")
     assert refused.error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED)
-    assert took_s < 20  # the request had two minutes
+    assert took_s < 60  # the request had two minutes
     (got,) = run_all(pair.decode.grpc, [GOOD])
     assert got.essence() == wanted.essence()
     assert stranger.get("/health")[0] == 200
@@ -183,10 +183,10 @@ def test_a_router_tells_what_differs_between_workers_that_stay_apart(start: Star
 
 
 def test_other_page_size_and_tensor_parallelism_are_converted(start: Start, pair: Pair, exact_flags: tuple[str, ...]) -> None:
-    flags = ("--role", "decode", "--prefill", pair.prefill.grpc, "--local-prefill", "never")
+    flags = ("--role", "decode", "--prefill", pair.prefill.grpc, "--local-prefill", "never", *PATIENT)
     sizes = ("--page-size", "8", "--tensor-parallel-size", "2")
     decode = start("odd", *flags, *exact_flags, *sizes, "--no-enable-prefix-caching").wait_ready()
-    wait_until(lambda: decode.get("/ready")[0] == 200, 10, "the pair works")
+    wait_until(lambda: decode.get("/ready")[0] == 200, 30, "the pair works")
     (wanted,) = run_all(pair.decode.grpc, [GOOD])
     (got,) = run_all(decode.grpc, [GOOD])
     assert got.error is None, got.error

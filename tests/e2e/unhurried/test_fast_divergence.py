@@ -7,7 +7,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from tests.e2e.client import Asked, Got, run_all
-from tests.e2e.conftest import MAX_MODEL_LEN, SMALL, Start
+from tests.e2e.conftest import MAX_MODEL_LEN, PATIENT, SMALL, Start
 from tests.e2e.mixed import mixed_requests
 
 COUNT = int(os.environ.get("JDISAGG_FAST_COUNT", "60"))
@@ -27,7 +27,7 @@ def first_divergence(one: Got, other: Got) -> int | None:
 
 
 def test_streams_differ_only_at_near_ties(start: Start, tiny_model: Path) -> None:
-    flags = ("--model", str(tiny_model), "--numerics", "fast", *SMALL)
+    flags = ("--model", str(tiny_model), "--numerics", "fast", *SMALL, *PATIENT)
     unified = start("unified", "--role", "unified", *flags)
     prefill = start("prefill", "--role", "prefill", *flags).wait_ready()
     peers = ("--prefill", prefill.grpc, "--local-prefill", "never")

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.conftest import Pair, starting
+from tests.e2e.conftest import PATIENT, Pair, starting
 from tests.e2e.processes import ServerProcess
 
 PROMPT = "def read_lines(path):\n    with open(path) as file:\n        return"
@@ -22,7 +22,7 @@ Clients = dict[str, openai.OpenAI]
 def local(tmp_path_factory: pytest.TempPathFactory, exact_flags: tuple[str, ...]) -> Iterator[ServerProcess]:
     """`--role local`: what a newcomer starts."""
     with starting(tmp_path_factory.mktemp("local")) as start:
-        yield start("local", "--role", "local", "--local-prefill", "never", *exact_flags).wait_ready()
+        yield start("local", "--role", "local", "--local-prefill", "never", *PATIENT, *exact_flags).wait_ready()
 
 
 @pytest.fixture(scope="module")

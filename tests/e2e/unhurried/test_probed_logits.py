@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.e2e.client import run_all
-from tests.e2e.conftest import MAX_MODEL_LEN, Start
+from tests.e2e.conftest import MAX_MODEL_LEN, PATIENT, Start
 from tests.e2e.mixed import VOCAB, mixed_requests
 from tests.e2e.probed_serve import PROBE_DIR
 from tests.e2e.processes import ServerProcess
@@ -44,7 +44,7 @@ def ask(address: str) -> None:
 
 
 def test_probed_logits_are_equal_to_the_last_bit(start: Start, tmp_path: Path, exact_flags: tuple[str, ...]) -> None:
-    probed = Probed(start, tmp_path, (*exact_flags, "--no-enable-prefix-caching"))
+    probed = Probed(start, tmp_path, (*exact_flags, *PATIENT, "--no-enable-prefix-caching"))
     ask(probed.server("unified", "--role", "unified").grpc)
     ask(probed.server("colocated", "--role", "colocated", "--local-prefill", "never").grpc)
     prefill = probed.server("prefill", "--role", "prefill")

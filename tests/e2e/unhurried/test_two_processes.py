@@ -5,7 +5,7 @@ from __future__ import annotations
 from fleet_process import free_port
 
 from tests.e2e.client import Asked, run_all
-from tests.e2e.conftest import Start
+from tests.e2e.conftest import PATIENT, Start
 from tests.e2e.processes import ServerProcess, wait_until
 
 ASK = Asked(prompt="def read_lines(path):", sampling={"max_tokens": 16, "temperature": 0.0, "ignore_eos": True})
@@ -21,7 +21,7 @@ def answer(decode: ServerProcess) -> tuple[list[int], str]:
 
 def test_decode_first_then_prefill_then_prefill_restarted(start: Start, exact_flags: tuple[str, ...]) -> None:
     port = free_port()
-    flags = ("--prefill", f"127.0.0.1:{port}", "--local-prefill", "never", *exact_flags)
+    flags = ("--prefill", f"127.0.0.1:{port}", "--local-prefill", "never", *PATIENT, *exact_flags)
     decode = start("decode", "--role", "decode", *flags)
     prefill_flags = ("--role", "prefill", "--grpc-port", str(port), *exact_flags)
     prefill = start("prefill", *prefill_flags).wait_ready()
