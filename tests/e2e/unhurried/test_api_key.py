@@ -57,7 +57,6 @@ def http_status(fleet: ServerProcess, headers: dict[str, str]) -> int:
 
 
 @pytest.mark.covers("X14")
-@pytest.mark.timeout(240)
 def test_a_local_fleet_with_a_key_serves_who_has_it_and_nobody_can_drain_its_workers(
     start: Start, exact_flags: tuple[str, ...]
 ) -> None:

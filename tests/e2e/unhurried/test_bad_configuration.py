@@ -208,7 +208,7 @@ def test_bad_configuration_exits_2_with_one_line(case: str, place: Place, table:
         [sys.executable, "-m", "jdisagg.serve", *flags],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         env=environment,
         stdin=subprocess.DEVNULL,
         check=False,

@@ -16,6 +16,7 @@ from jdisagg.batch.journal import journal_path
 from tests.e2e.conftest import SMALL
 
 TRIES = 3  # to kill it in time: a machine may stand still just then
+LIMIT_S = 200.0  # of what takes some seconds
 FLAGS = ("--numerics", "exact", *SMALL)  # compiled by others, on one device
 
 
@@ -29,7 +30,7 @@ def start(source: Path, output: Path, model: Path, *more: str, stderr: int | Non
 def kill_amid_answers(process: subprocess.Popen[bytes], journal: Path) -> None:
     """Once it has written some answers, if it has not ended by then."""
     try:
-        end_s = time.monotonic() + 100
+        end_s = time.monotonic() + LIMIT_S
         while process.poll() is None and not (journal.exists() and journal.read_bytes().count(b"\n") > 3):  # one is the header
             assert time.monotonic() < end_s
             time.sleep(0.01)
@@ -38,13 +39,13 @@ def kill_amid_answers(process: subprocess.Popen[bytes], journal: Path) -> None:
         process.wait(10)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(3 * LIMIT_S)
 def test_killed_disaggregated_batch_ends_as_an_undisturbed_unified_one(tiny_model: Path, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     lines = [{"token_ids": [3 + i, 5, 7 + i % 3], "max_tokens": 60, "ignore_eos": True} for i in range(24)]
     source.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"prompt": [], "seed": 1}]), "utf-8")
     unified, killed = tmp_path / "unified.jsonl", tmp_path / "disagg.jsonl"
-    assert start(source, unified, tiny_model).wait(100) == 0
+    assert start(source, unified, tiny_model).wait(LIMIT_S) == 0
     disagg = ("--disagg", "--local-prefill", "never")
     for _ in range(TRIES):
         killed.unlink(missing_ok=True)
@@ -52,7 +53,7 @@ def test_killed_disaggregated_batch_ends_as_an_undisturbed_unified_one(tiny_mode
         if not killed.exists():
             break
     assert not killed.exists()
-    assert start(source, killed, tiny_model, *disagg).wait(100) == 0
+    assert start(source, killed, tiny_model, *disagg).wait(LIMIT_S) == 0
     assert killed.read_bytes() == unified.read_bytes()
     answers = [json.loads(line) for line in killed.read_text("utf-8").splitlines()]
     assert [answer["response"]["status_code"] for answer in answers] == [200] * 24 + [400]
@@ -60,7 +61,7 @@ def test_killed_disaggregated_batch_ends_as_an_undisturbed_unified_one(tiny_mode
     assert len(set(texts)) > 20
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(2 * LIMIT_S)
 def test_an_interrupted_start_does_not_wait_for_what_still_compiles(tiny_model: Path, tmp_path: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "def "}\n', "utf-8")
@@ -69,7 +70,7 @@ def test_an_interrupted_start_does_not_wait_for_what_still_compiles(tiny_model: 
         assert process.stderr is not None
         assert any(line.endswith(b"; compiling\n") for line in process.stderr)
         process.send_signal(signal.SIGTERM)
-        said = process.communicate(timeout=100)[1].decode()
+        said = process.communicate(timeout=LIMIT_S)[1].decode()
     finally:
         process.kill()
         process.wait(10)

@@ -15,20 +15,18 @@ import pytest
 TASKS = Path("configs/eval")
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("kind", ["choice", "generate", "perplexity"])
 def test_scores_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
     result = tmp_path / "scores.json"
     command = [sys.executable, "scripts/eval_batch.py", kind, "--task", str(TASKS / f"{kind}.jsonl"), "--limit", "2"]
     options = ["--reference", "transformers", "--json", str(result), "--quiet"]
     options += ["--num-pages", "200", "--max-num-seqs", "4", "--max-num-batched-tokens", "64"]  # less to compile
-    subprocess.run(command + options, check=True, timeout=220, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    subprocess.run(command + options, check=True, timeout=400, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     scores = json.loads(result.read_text("utf-8"))["scores"]
     assert scores["jdisagg"] == pytest.approx(scores["transformers"], abs=1e-3)
     assert scores["jdisagg"].keys() == scores["transformers"].keys()
 
 
-@pytest.mark.timeout(240)
 def test_an_evaluation_that_is_interrupted_while_its_engine_starts_leaves_no_files(tmp_path: Path) -> None:
     command = [sys.executable, "scripts/eval_batch.py", "choice", "--task", str(TASKS / "choice.jsonl"), "--quiet"]
     scratch, nothing_compiled = tmp_path / "scratch", tmp_path / "cache"
@@ -38,12 +36,12 @@ def test_an_evaluation_that_is_interrupted_while_its_engine_starts_leaves_no_fil
     with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as process:
         signal.signal(signal.SIGINT, before)
         try:
-            until_s = time.monotonic() + 120.0
+            until_s = time.monotonic() + 200.0
             while not list(scratch.glob("*/in.jsonl")) and time.monotonic() < until_s:
                 time.sleep(0.05)
             time.sleep(2.0)  # the event loop runs, the engine compiles
             process.send_signal(signal.SIGINT)
-            _, said = process.communicate(timeout=60.0)
+            _, said = process.communicate(timeout=200.0)
         finally:
             process.kill()
     assert process.returncode == 1, said

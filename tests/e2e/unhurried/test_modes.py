@@ -15,7 +15,6 @@ ASKED = Asked(prompt=tuple(range(20, 50)), sampling={"max_tokens": 12, "temperat
 
 
 @pytest.mark.covers("P08")
-@pytest.mark.timeout(240)
 def test_every_mode_starts_from_the_same_flags(start: Start, exact_flags: tuple[str, ...]) -> None:
     servers = {role: start(role, "--role", role, *exact_flags).wait_ready() for role in ROLES}
     assert {role: server.ready.role for role, server in servers.items()} == {role: role for role in ROLES}
@@ -38,7 +37,7 @@ def test_the_modes_differ_in_nothing_but_their_name(exact_flags: tuple[str, ...]
     printed = {}
     for role in ROLES:
         command = [sys.executable, "-m", "jdisagg.serve", "--role", role, *exact_flags, "--print-config"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
         head, _, rest = done.stdout.partition("\n")
         assert head == f'role = "{role}"'
         assert done.stderr == ""

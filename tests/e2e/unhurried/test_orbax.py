@@ -67,7 +67,7 @@ print(json.dumps({"peak": int(peak[1]) * 1024, "held": sum(leaf.nbytes for leaf 
 """
 
 
-def run_python(*arguments: str, timeout_s: float = 120, num_devices: int = 1) -> subprocess.CompletedProcess[str]:
+def run_python(*arguments: str, timeout_s: float = 250, num_devices: int = 1) -> subprocess.CompletedProcess[str]:
     """`python ARGUMENTS` in the repository, on virtual CPU devices."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={num_devices}"
@@ -117,14 +117,14 @@ def test_it_refuses_to_overwrite(tiny_model: Path, converted: Path) -> None:
     assert sorted(path.stat().st_mtime_ns for path in converted.rglob("*")) == before
 
 
-@pytest.mark.timeout(60 + 30 * ROUNDS)
+@pytest.mark.timeout(300 + 30 * ROUNDS)
 def test_killed_conversion_leaves_nothing_that_loads(tiny_model: Path, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     with converting(tiny_model, whole) as process:
         writing_since_s = time.monotonic()
-        wait_until(whole.exists, 60, "the conversion is done")
+        wait_until(whole.exists, 150, "the conversion is done")
         writing_s = time.monotonic() - writing_since_s
-        assert process.wait(20) == 0
+        assert process.wait(100) == 0
     wanted = fingerprint(whole)
     num_finished = 0
     for number in range(ROUNDS):
@@ -148,7 +148,7 @@ def converting(model: Path, output: Path) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, *convert_flags(model, output)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
-            wait_until(lambda: process.poll() is not None or any(output.parent.glob(f".{output.name}.*")), 60, "it writes")
+            wait_until(lambda: process.poll() is not None or any(output.parent.glob(f".{output.name}.*")), 150, "it writes")
             yield process
         finally:
             process.kill()
