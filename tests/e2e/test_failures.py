@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
 from fleet_process import free_port
 
+from jdisagg.core.fleet import SUSPECT_S
 from tests.e2e.blows import TRIES, assert_exact, interrupt, kill_prefill_amid_handoffs, long_requests, wait_all_free
 from tests.e2e.client import Asked, Got, run_all
 from tests.e2e.conftest import PATIENT, Pair, Start, starting
@@ -24,6 +26,7 @@ from tests.e2e.processes import ServerProcess, wait_until
 
 ROUNDS = int(os.environ.get("JDISAGG_DRILL_ROUNDS", "2"))
 STREAMS = 8
+LIMIT_S = 30.0  # of what takes a second or two
 GAP_LIMIT_S = 30.0  # hangs are failures; the figures themselves are printed, not asserted: machines differ
 
 
@@ -45,7 +48,7 @@ class Fleet:
     def wait_members(self) -> None:
         """Until the router sees every live worker."""
         wanted = len(self.prefill) + len(self.decode)
-        wait_until(lambda: len(self.router.state()["members"]) == wanted, 20, f"{wanted} members")
+        wait_until(lambda: len(self.router.state()["members"]) == wanted, LIMIT_S, f"{wanted} members")
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +74,8 @@ def once_streaming(router: ServerProcess, victim: ServerProcess, strike: Callabl
     """Call `strike` at once when the victim has a stream with tokens, however slow the machine is."""
 
     def blow() -> None:
-        wait_until(lambda: streaming_on(router, victim), 30, "a stream of the victim has tokens", router.state)
+        with suppress(AssertionError):  # they had ended before anybody looked: who strikes sees that nobody was hit
+            wait_until(lambda: streaming_on(router, victim), 10, "a stream of the victim has tokens")
         strike()
 
     return blow
@@ -109,7 +113,7 @@ def _spread(times_s: list[float]) -> str:
     return f"p50 {p50 * 1e3:.0f} ms, p99 {p99 * 1e3:.0f} ms, max {ordered[-1] * 1e3:.0f} ms ({len(ordered)})"
 
 
-@pytest.mark.timeout(60 + 60 * ROUNDS)
+@pytest.mark.timeout(300 + 90 * ROUNDS)
 def test_killed_decode_worker_is_replayed_exactly(fleet: Fleet, unified: ServerProcess) -> None:
     gaps = Gaps()
     for number in range(ROUNDS):
@@ -135,7 +139,7 @@ def _was_replayed(got: Got) -> bool:
     return got.complete is not None and any("replay" in choice.provenance.recoveries for choice in got.complete.choices)
 
 
-@pytest.mark.timeout(60 + 60 * ROUNDS)
+@pytest.mark.timeout(300 + 90 * ROUNDS)
 def test_frozen_decode_worker_is_replayed_exactly(fleet: Fleet, unified: ServerProcess) -> None:
     gaps = Gaps()
     for number in range(ROUNDS):
@@ -162,7 +166,9 @@ def test_a_pause_that_no_replay_could_mend_costs_none(fleet: Fleet, unified: Ser
     wanted = run_all(unified.grpc, requests)
     everybody = [*fleet.decode, *fleet.prefill, fleet.router]  # the router wakes first, and hears nobody yet
     victims = {"router": [fleet.router], "everybody": everybody}.get(who, fleet.decode)
-    replays = fleet.router.metric("jdisagg_recoveries_total", rung="replay")
+
+    def num_replays() -> float:
+        return fleet.router.metric("jdisagg_recoveries_total", rung="replay")
 
     def pause() -> None:
         for victim in victims:
@@ -173,13 +179,14 @@ def test_a_pause_that_no_replay_could_mend_costs_none(fleet: Fleet, unified: Ser
             time.sleep(0.05)
 
     for _ in range(TRIES):
+        before = num_replays()
         strike = once_streaming(fleet.router, fleet.decode[0], pause)
         got = asyncio.run(interrupt(fleet.router.grpc, requests, 0.25, strike))
         assert_exact(got, wanted)
-        if max(one.largest_gap_s for one in got) > 1.5:
-            break  # else the streams had ended when it paused
+        if max(one.largest_gap_s for one in got) > 1.5 and num_replays() == before:
+            break  # else the streams had ended when it paused, or one process stood still for longer than the others
     assert max(one.largest_gap_s for one in got) > 1.5, "nothing ran when it paused"
-    assert fleet.router.metric("jdisagg_recoveries_total", rung="replay") == replays
+    assert num_replays() == before
     for victim in fleet.decode:
         wait_all_free(victim)
 
@@ -199,7 +206,6 @@ def test_killed_client_frees_its_pages_at_once(pair: Pair, tmp_path: Path) -> No
     """None of its requests goes on to the end, which is a second or two away."""
     script = tmp_path / "client.py"
     script.write_text(
-        "import asyncio\n"
         "from tests.e2e.client import run_all\n"
         "from tests.e2e.blows import long_requests\n"
         f"run_all({pair.decode.grpc!r}, long_requests(8, seed=900, max_tokens=180))\n"
@@ -210,7 +216,7 @@ def test_killed_client_frees_its_pages_at_once(pair: Pair, tmp_path: Path) -> No
         wait_all_free(pair.decode)
         wait_all_free(pair.prefill)
         print(f"\nkill -9 of the client: pages free after {time.monotonic() - killed_s:.2f} s")
-        wait_until(lambda: not pair.decode.state()["streams"], 10, "no stream is left", pair.decode.state)
+        wait_until(lambda: not pair.decode.state()["streams"], LIMIT_S, "no stream is left", pair.decode.state)
         went_on = pair.decode.metric("jdisagg_requests_finished_total", reason="length") - before
         if went_on == 0:
             break
@@ -219,20 +225,17 @@ def test_killed_client_frees_its_pages_at_once(pair: Pair, tmp_path: Path) -> No
 
 def _kill_client_while_it_runs(script: Path, decode: ServerProcess) -> float:
     """When it was killed."""
-    client = subprocess.Popen([sys.executable, str(script)], cwd=Path(__file__).parents[2], env=_with_repository_path())
-    try:
-        wait_until(lambda: decode.metric("jdisagg_requests", state="running") > 0, 30, "requests are running")
-    finally:
-        with suppress(ProcessLookupError):
-            os.kill(client.pid, signal.SIGKILL)
-        killed_s = time.monotonic()
-        client.wait(10)
-    return killed_s
-
-
-def _with_repository_path() -> dict[str, str]:
     root = Path(__file__).parents[2]
-    return {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'scripts'}"}
+    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'scripts'}"}
+    client = subprocess.Popen([sys.executable, str(script)], cwd=root, env=environment)
+    running = partial(decode.metric, "jdisagg_requests", state="running")
+    try:
+        wait_until(lambda: client.poll() is not None or running() > 0, 2 * LIMIT_S, "requests are running, or have ended")
+    finally:
+        client.kill()
+        killed_s = time.monotonic()
+        assert client.wait(LIMIT_S) in (-signal.SIGKILL, 0)  # 0: it had all of its answers
+    return killed_s
 
 
 def test_restarted_prefill_worker_joins_and_is_used(fleet: Fleet, unified: ServerProcess) -> None:
@@ -241,18 +244,21 @@ def test_restarted_prefill_worker_joins_and_is_used(fleet: Fleet, unified: Serve
     assert_exact(run_all(fleet.router.grpc, requests), wanted)
     assert_exact(run_all(fleet.decode[0].grpc, requests), wanted)  # a client of its own: with the router's prefill workers
     edges = (fleet.router, *fleet.decode)
-    assert [edge.get("/ready")[0] for edge in edges] == [200, 200, 200]
+    for edge in edges:
+        wait_until(lambda edge=edge: edge.get("/ready")[0] == 200, LIMIT_S, f"{edge.flags[1]} is ready")
     fleet.prefill[0].kill()
     for edge in edges:  # none of them can compute a prompt
-        wait_until(lambda edge=edge: edge.get("/ready")[0] == 503, 10, f"{edge.flags[1]} is not ready")
+        wait_until(lambda edge=edge: edge.get("/ready")[0] == 503, LIMIT_S, f"{edge.flags[1]} is not ready")
     # decode workers may find that one dead, and say so, before the router does and tells them that there is none
-    wait_until(lambda: "no prefill worker that pairs with" in fleet.router.get("/ready")[1], 10, "the router knows it is gone")
-    wait_until(lambda: "no router knows one" in fleet.decode[0].get("/ready")[1], 10, "its router names none any more")
-    wait_until(lambda: fleet.decode[0].metric("jdisagg_peers") == 0, 5, "the engine's next tick counts no peer")
+    wait_until(
+        lambda: "no prefill worker that pairs with" in fleet.router.get("/ready")[1], LIMIT_S, "the router knows it is gone"
+    )
+    wait_until(lambda: "no router knows one" in fleet.decode[0].get("/ready")[1], LIMIT_S, "its router names none any more")
+    wait_until(lambda: fleet.decode[0].metric("jdisagg_peers") == 0, LIMIT_S, "the engine's next tick counts no peer")
     fleet.prefill[0] = fleet.add("prefill").wait_ready()
     fleet.wait_members()
     for edge in edges:
-        wait_until(lambda edge=edge: edge.get("/ready")[0] == 200, 10, f"{edge.flags[1]} is ready again")
+        wait_until(lambda edge=edge: edge.get("/ready")[0] == 200, LIMIT_S, f"{edge.flags[1]} is ready again")
     assert_exact(run_all(fleet.router.grpc, requests), wanted)
     assert_exact(run_all(fleet.decode[1].grpc, requests), wanted)
 
@@ -262,7 +268,7 @@ def test_two_static_prefill_workers_one_dead(start: Start, exact_flags: tuple[st
     nobody = f"127.0.0.1:{free_port()}"
     flags = ("--prefill", f"{nobody},{prefill.grpc}", "--local-prefill", "never", *PATIENT)
     decode = start("decode", "--role", "decode", *flags, *exact_flags).wait_ready()
-    wait_until(lambda: decode.metric("jdisagg_peers", state="down") == 1, 10, "one is known to be down")
+    wait_until(lambda: decode.metric("jdisagg_peers", state="down") == 1, LIMIT_S, "one is known to be down")
     requests = long_requests(4, seed=800, max_tokens=8)
     assert_exact(run_all(decode.grpc, requests), run_all(unified.grpc, requests))
     assert decode.metric("jdisagg_peers", state="down") == 1
@@ -282,10 +288,13 @@ def test_a_prompt_moves_to_another_prefill_worker_while_the_first_is_quiet(
     wanted = run_all(unified.grpc, requests)
     assert_exact(run_all(decode.grpc, requests), wanted)
     moves = (("jdisagg_prefill_hedges_total", {"outcome": "moved"}), ("jdisagg_recoveries_total", {"rung": "other_prefill"}))
-    before = [decode.metric(name, **labels) for name, labels in moves]
-    prefill[0].signal(signal.SIGSTOP)
-    try:
+    for _ in range(TRIES):
+        before = [decode.metric(name, **labels) for name, labels in moves]
+        prefill[0].signal(signal.SIGSTOP)
         assert_exact(run_all(decode.grpc, requests[:1]), wanted[:1])
-        assert [decode.metric(name, **labels) - was for (name, labels), was in zip(moves, before, strict=True)] == [1, 1]
-    finally:
+        found = [decode.metric(name, **labels) - was for (name, labels), was in zip(moves, before, strict=True)]
         prefill[0].signal(signal.SIGCONT)
+        if found == [1, 1]:
+            break  # else D knew that the first is quiet before it was asked
+        time.sleep(2 * SUSPECT_S)
+    assert found == [1, 1]
