@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
+from fleet_process import free_port
 
 from tests.e2e.client import OPTIONS, Asked, Got, generate
 from tests.e2e.conftest import SMALL, Start
@@ -61,16 +62,17 @@ class Fleet:
         (self.prefill if role == "prefill" else self.decode).append(server)
         return server
 
-    def add_router(self, model: Path, grpc_port: int = 0) -> ServerProcess:
-        """Start a router and wait for it."""
-        flags = ("--model", str(model), "--served-model-name", "tiny", "--grpc-port", str(grpc_port))
+    def add_router(self, model: Path, grpc_port: int | None = None) -> ServerProcess:
+        """Start a router and wait for it. Its port stays its own when it has died: workers ask for it there."""
+        port = free_port() if grpc_port is None else grpc_port
+        flags = ("--model", str(model), "--served-model-name", "tiny", "--grpc-port", str(port))
         return self.start("router", "--role", "router", *flags).wait_ready()
 
     def wait_members(self, *routers: ServerProcess) -> float:
         """Until these routers (all, if none is named) see every worker; the seconds it took."""
         began_s = time.monotonic()
         for router in routers or self.routers:
-            wait_until(lambda r=router: self._sees_all(r), 20, "a router sees every worker", router.state)
+            wait_until(lambda r=router: self._sees_all(r), LIMIT_S, "a router sees every worker", router.state)
         return time.monotonic() - began_s
 
     def _sees_all(self, router: ServerProcess) -> bool:
@@ -89,13 +91,14 @@ def num_whole(fleet: Fleet) -> float:
     return sum(worker.metric("jdisagg_requests_finished_total", reason="length") for worker in fleet.decode)
 
 
-def wait_streaming(router: ServerProcess, count: int) -> None:
-    """Until so many streams of this router have tokens."""
+def wait_streaming(router: ServerProcess, count: int, streams: list[asyncio.Task[Got]]) -> None:
+    """Until so many streams of this router have tokens, or as many of `streams`, its clients', have ended as leave fewer."""
 
     def enough() -> bool:
-        return sum(bool(flight["delivered"]) for flight in router.state()["flights"]) >= count
+        left = sum(not stream.done() for stream in streams)
+        return left < count or sum(bool(flight["delivered"]) for flight in router.state()["flights"]) >= count
 
-    wait_until(enough, 30, f"{count} streams have tokens", router.state)
+    wait_until(enough, LIMIT_S, f"{count} streams have tokens", router.state)
 
 
 def wait_forgotten(fleet: Fleet, request_ids: list[str]) -> None:
