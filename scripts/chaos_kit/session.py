@@ -25,7 +25,7 @@ from chaos_kit.traffic import Traffic, make_visits
 from chaos_kit.verdict import Counted, Verdict
 from jdisagg.core.config import Numerics
 
-DEADLINE_FACTOR = 20.0  # of the undisturbed latency
+DEADLINE_FACTOR, LEAST_DEADLINE_S = 20.0, 30.0  # of the undisturbed latency; the machine may have been idle for that alone
 UNDISTURBED_LIMIT_S = 60.0
 PROGRESS_S = 10.0
 SCRAMBLED_SHARE = 0.1  # of the pieces, where nobody looks at checksums
@@ -99,7 +99,8 @@ class Session:
             raise RuntimeError(f"{len(bad)} requests failed undisturbed, e.g. {bad[0]}")
         taken_s = {outcome.visit.entry: outcome.seconds for outcome in traffic.outcomes}
         median_s = sorted(taken_s.values())[len(taken_s) // 2]
-        self._deadlines_s = [DEADLINE_FACTOR * max(median_s, taken_s[number]) for number in range(len(self._catalogue))]
+        longest_s = [DEADLINE_FACTOR * max(median_s, taken_s[number]) for number in range(len(self._catalogue))]
+        self._deadlines_s = [max(LEAST_DEADLINE_S, seconds) for seconds in longest_s]
         self._say(
             f"undisturbed latency: median {median_s:.2f} s, max {max(taken_s.values()):.2f} s; "
             f"deadlines {min(self._deadlines_s):.1f} to {max(self._deadlines_s):.1f} s"

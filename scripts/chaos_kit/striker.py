@@ -27,7 +27,7 @@ WHOLE_S = 90.0
 MISSED_S = 15.0
 SHORT_S, LONG_S = 0.5, 2.0  # below and above the silence that makes a peer dead
 HOLE_S = 2.5
-FALLEN_S = 5.0  # from the error of an engine to the end of its process
+FALLEN_S = 15.0  # from the error of an engine to the end of its process, which waits for a core
 _WEATHERS = {
     "stall": Weather.STALL,
     "black_hole": Weather.BLACK_HOLE,
