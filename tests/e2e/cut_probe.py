@@ -20,6 +20,7 @@ PORT, SMALL, LARGE = 5000, 100, 1400
 WAIT_S = 0.25  # for those that first have to ask where to
 HEALED_S = 10.0  # a new cable, and a neighbour that did not answer, take a second each
 CLONE_NEWNET = 0x40000000
+NUMBERS = itertools.count()  # of looks: what an earlier one sent may be on its way still
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -49,25 +50,34 @@ def received(one: socket.socket) -> set[str]:
 def fates(network: Network, sockets: dict[str, socket.socket]) -> dict[str, list[str]]:
     hosts = {"client": network.client, **network.hosts}
     pairs = [pair for pair in itertools.permutations(sockets, 2) if STRANGER not in pair]
-    refused = {}
+    refused, number = {}, next(NUMBERS)
     for (one, other), size in itertools.product(pairs, (SMALL, LARGE)):
-        text = f"{one} > {other} {size}"
+        text = f"{number} {one} > {other} {size}"
         try:
             sockets[one].sendto(text.ljust(size, ".").encode(), (hosts[other].address, PORT))
         except OSError as error:
             refused[text] = errno.errorcode[error.errno or 0]
     on_the_way = 2 * len(pairs) - len(refused)
-    until_s = time.monotonic() + WAIT_S
+    until_s, is_over = time.monotonic() + WAIT_S, False
     came: set[str] = set()
-    while len(came) < on_the_way and time.monotonic() < until_s:
+    while len(came) < on_the_way and not is_over:
         time.sleep(0.01)
+        is_over = time.monotonic() >= until_s  # it is looked once more: this process may have stood still
         came.update(*map(received, sockets.values()))
     found = {}
     for one, other in pairs:
-        texts = [f"{one} > {other} {size}" for size in (SMALL, LARGE)]
+        texts = [f"{number} {one} > {other} {size}" for size in (SMALL, LARGE)]
         became = [refused.get(text, "arrived" if text in came else "lost") for text in texts]
         if became != ["arrived"] * 2:
             found[f"{one} > {other}"] = became
+    return found
+
+
+def broken(network: Network, sockets: dict[str, socket.socket]) -> dict[str, list[str]]:
+    """What is lost for good."""
+    until_s = time.monotonic() + HEALED_S
+    while (found := fates(network, sockets)) and time.monotonic() < until_s:
+        pass
     return found
 
 
@@ -79,15 +89,12 @@ def main() -> None:
         for name, host in {"client": network.client, **network.hosts}.items():
             with ThreadPoolExecutor(1) as thread:  # its own, which ends elsewhere than it began
                 sockets[name] = thread.submit(socket_of, host).result()
-        found["before"] = fates(network, sockets)
+        found["before"] = broken(network, sockets)
         for cut in CUTS:
             cut.begin(network)
             found[cut.name] = fates(network, sockets)
             network.heal()
-            until_s = time.monotonic() + HEALED_S
-            while (broken := fates(network, sockets)) and time.monotonic() < until_s:
-                pass
-            found[f"{cut.name}, healed"] = broken
+            found[f"{cut.name}, healed"] = broken(network, sockets)
         holders = [host.enter[2] for host in network.hosts.values()]
     finally:
         network.close()

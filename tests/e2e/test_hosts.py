@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 DRILLS = (sys.executable, str(ROOT / "scripts" / "drills.py"), "--part", "hosts")
 ENDS = ("client", *HOSTS)
 CUT_HERE = ("p1 and d1 apart", "d1 unplugged")
-STREAMS, LIMIT_S = 24, 240.0  # so many that some are always hit
+STREAMS, LIMIT_S = 24, 500.0  # so many that some are always hit
 Pairs = set[tuple[str, str]]
 
 
@@ -72,10 +72,10 @@ def wanted(cut: str) -> dict[str, list[str]]:
     return {f"{one} > {other}": ["lost", "lost"] for one, other in LOST[cut]}
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(LIMIT_S)
 def test_every_cut_stops_what_it_says_and_nothing_else_and_heals(enter: tuple[str, ...]) -> None:
     command = [*enter, sys.executable, str(ROOT / "tests" / "e2e" / "cut_probe.py")]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S - 50, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found.pop("before") == {}
