@@ -11,16 +11,21 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+TRIES = 3  # who gets no core for a second is taken for dead, burst or not
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_everybody_who_calls_in_the_same_moment_gets_a_whole_answer(tmp_path: Path) -> None:
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     env.pop("XLA_FLAGS", None)
     figures_path = tmp_path / "burst.json"
     small = ("--max-model-len", "256", "--max-num-batched-tokens", "256")  # there is less to compile
     command = [sys.executable, "scripts/burst.py", "--requests", "400", "--d", "1", "--json", str(figures_path), *small]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=570, check=False)
-    figures = json.loads(figures_path.read_text())
-    assert (done.returncode, figures["well"], figures["failures"]) == (0, 400, {}), done.stdout + done.stderr
+    for _ in range(TRIES):
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=290, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        figures = json.loads(figures_path.read_text())
+        assert (figures["well"], figures["failures"]) == (400, {})
+        if figures["taken for dead"] == 0:
+            break
     assert figures["taken for dead"] == 0

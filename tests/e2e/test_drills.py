@@ -29,8 +29,8 @@ CELLS = (
     (Stage.DECODING, Victim.DECODE, Blow.KILL),
 )
 GAP_LIMIT_S = 30.0  # a hang is a failure; times are printed, machines differ
-LIMIT_S = 400.0
-TRIES = 3  # to strike a prompt that takes a tenth of a second
+LIMIT_S = 600.0
+TRIES = 8  # to strike a prompt that takes a tenth of a second
 
 
 async def drilled(model: Path, directory: Path) -> tuple[list[Cell], GapDrill, list[str]]:

@@ -14,20 +14,20 @@ ROOT = Path(__file__).parents[2]
 TRIES = 3  # it kills in the middle of half a second, and says so when it came too late
 
 
-@pytest.mark.timeout(620)
+@pytest.mark.timeout(1000)
 def test_the_plug_is_pulled_and_both_streams_are_identical() -> None:
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "COLUMNS": "80"}
     env.pop("XLA_FLAGS", None)
     command = [sys.executable, "scripts/pull_the_plug.py"]
     for _ in range(TRIES):
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=320, check=False)
         if "over before the kill" not in done.stderr and "nothing noticed" not in done.stdout:
             break
     assert done.returncode == 0, done.stdout + done.stderr
     assert "identical: yes" in done.stdout
     killed = re.search(r"== kill -9 (\d+) ==", done.stdout)
     gap = re.search(r"D pid (\d+) killed; gap (\d+) ms", done.stdout)
-    heir = re.search(r"it went on at D pid (\d+) \(replay\)", done.stdout)
+    heir = re.search(r"it went on at D pid (\d+) \(.*replay.*\)", done.stdout)
     assert killed is not None
     assert gap is not None
     assert heir is not None
