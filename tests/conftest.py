@@ -30,7 +30,7 @@ JAX_ENVIRONMENT = {
 }
 # Only a hang takes so long, also beside tests that leave little over (scripts/checks.py). By directory; where none is named the
 # 60 s of pyproject.toml.
-TIME_LIMITS_S = {"unit": 360, "compat": 360, "kernels": 360, "golden": 360, "e2e": 480}
+TIME_LIMITS_S = {"unit": 360, "compat": 360, "kernels": 900, "golden": 900, "e2e": 480}
 MARKED = frozenset({"kernels", "golden", "e2e"})
 TESTS = Path(__file__).parent
 
