@@ -59,8 +59,12 @@ class Server:
 
     def handoffs(self) -> set[str]:
         """Names of the hand-offs that this decode worker has under way."""
-        with urllib.request.urlopen(f"http://{self.ready.http}/debug/state", timeout=ANSWER_S) as answer:
-            return set(json.load(answer)["handoff"]["handoffs"])
+        until_s = time.monotonic() + ANSWER_S
+        while True:
+            with urllib.request.urlopen(f"http://{self.ready.http}/debug/state", timeout=ANSWER_S) as answer:
+                state = json.load(answer)
+            if "error" not in state or time.monotonic() > until_s:  # else its engine waits for a core
+                return set(state["handoff"]["handoffs"])
 
     def cpu_s(self) -> float:
         """CPU seconds of the process so far, all threads; what others do on its core shows least in these."""

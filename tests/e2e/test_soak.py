@@ -97,7 +97,7 @@ def soak(edge: ServerProcess, servers: list[ServerProcess], catalogue: list[Aske
         assert_at_rest(server)
         if len(servers) > 1:  # once D has lent KV to P, P keeps a connection to it, and a thread; D has the other end
             was = replace(was, threads=was.threads + 1, descriptors=was.descriptors + 1, sockets=was.sockets + 1)
-        wait_until(lambda s=server, w=was: s.resources() <= w, 10, f"{server.flags[1]}: no more than {was}", server.resources)
+        wait_until(lambda s=server, w=was: s.resources() <= w, 30, f"{server.flags[1]}: no more than {was}", server.resources)
         print(f"  {server.flags[1]}: {was} -> {server.resources()}; host time per step {host_time_text(server)}")
         print(f"  {server.state()['scheduler']['stats']}")
         assert server.metric("jdisagg_compiles_after_ready_total") == 0

@@ -90,7 +90,7 @@ def assert_leaks_nothing(edge: ServerProcess, requests: list[Asked], *servers: S
         run_all(edge.grpc, requests)
     for server, was in zip(servers, before, strict=True):
         assert_quiescent(server)
-        wait_until(lambda s=server, w=was: s.resources() <= w, 10, f"{server.flags[1]}: no more than {was}", server.resources)
+        wait_until(lambda s=server, w=was: s.resources() <= w, 30, f"{server.flags[1]}: no more than {was}", server.resources)
         print(f"\n{server.flags[1]}: {was} -> {server.resources()} after 3 x {len(requests)} requests")
 
 
