@@ -44,8 +44,8 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         self._leaving = True
 
     async def everybody_told(self) -> None:
-        """After `leave`: wait until each worker has been told, or is taken for dead, at most GOODBYE_S or two heartbeats (a dead
-        one never will be)."""
+        """After `leave`: wait until each worker has been told or is given up, at most GOODBYE_S, or two heartbeats where these
+        are longer."""
         deadline_s = monotonic() + max(GOODBYE_S, 2 * self._config.heartbeat_s)
         while {member.address for member in self._workers.members()} - self._told and monotonic() < deadline_s:
             await asyncio.sleep(0.01)
