@@ -16,7 +16,7 @@ from jdisagg.api.generation.attempts import Attempts
 from jdisagg.api.generation.gathered import gathered_by, in_one
 from jdisagg.api.generation.token_engine import Enough, Health
 from jdisagg.api.mailbox import Mailbox
-from jdisagg.api.tasks import call_on
+from jdisagg.api.tasks import call_on, first_of
 from jdisagg.core.errors import Cancelled, DeadlineExceeded, RequestError, Unavailable
 from jdisagg.core.fleet import Load, ModelCard
 from jdisagg.core.requests import EngineRequest, Grammar, Output
@@ -189,9 +189,11 @@ async def _state_of(thread: EngineThread) -> dict[str, Any]:
 
 async def ask(thread: EngineThread, function: Callable[[], Answer]) -> Answer:
     """Run `function` on an engine's thread between two ticks. Raises Unavailable when it does not turn over."""
-    future = thread.loop.inbox.call(function)
+    answer = asyncio.wrap_future(thread.loop.inbox.call(function))
     try:
-        async with asyncio.timeout(ANSWER_TIMEOUT_S):
-            return await asyncio.wrap_future(future)
-    except TimeoutError:
-        raise Unavailable(f"the engine thread has not answered within {ANSWER_TIMEOUT_S:g} s; see /health") from None
+        await first_of(answer, timeout_s=ANSWER_TIMEOUT_S)
+        if answer.done():
+            return answer.result()
+    finally:
+        answer.cancel()
+    raise Unavailable(f"the engine thread has not answered within {ANSWER_TIMEOUT_S:g} s; see /health")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from time import monotonic
@@ -45,6 +46,23 @@ def test_a_worker_that_drains_is_healthy_and_not_ready() -> None:
         assert await worker.local.drain(monotonic() + 5.0) == 0
         assert worker.local.health() == Health(healthy=True, ready=False, reason="draining")
         worker.thread.stop()
+
+    checked(body)
+
+
+def test_an_engine_has_answered_though_the_loop_that_asked_stood_still_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a pause of the machine: who asks what goes on is not told that the engine hangs."""
+    monkeypatch.setattr(local_engine, "ANSWER_TIMEOUT_S", 0.05)
+
+    async def body() -> None:
+        async with working() as worker:
+            await worker.freeze()
+            asked = asyncio.create_task(worker.local.debug_state())
+            for _ in range(3):  # until it has asked
+                await asyncio.sleep(0)
+            worker.thread.is_frozen = False
+            time.sleep(0.2)
+            assert "scheduler" in await asked
 
     checked(body)
 
