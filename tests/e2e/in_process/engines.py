@@ -40,7 +40,7 @@ from jdisagg.transfer.device_put import DevicePutPublisher, device_put_fetcher
 from jdisagg.transfer.target import PieceTarget
 from tests.e2e.in_process.runners import BUDGET, MAX_LEN, POOL, SLOTS
 
-TIME_LIMIT_S = 60.0
+TIME_LIMIT_S = 180.0
 
 
 @dataclass

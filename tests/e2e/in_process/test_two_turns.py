@@ -136,7 +136,7 @@ def test_usage_over_http_counts_the_cached_tokens_of_a_second_turn(role: str, ti
         transfer=TransferConfig(transfer_chunk_tokens=64, local_prefill=LocalPrefill.NEVER),
     )
     thresholds = gc.get_threshold()
-    again, wanted = asyncio.run(asyncio.wait_for(two_turns(config), 120))
+    again, wanted = asyncio.run(asyncio.wait_for(two_turns(config), 300))
     assert again == wanted
     assert gc.get_freeze_count() == 0, "an engine that is closed is garbage"
     assert gc.get_threshold() == thresholds, "the process is searched as it was"
