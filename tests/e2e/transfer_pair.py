@@ -151,4 +151,4 @@ class TransferPair:
 
 def wait_no_more(peer: Peer, **most: int) -> None:
     """Until the process holds no more than this: what has just been closed takes a moment to be gone."""
-    wait_until(lambda: all(peer.ask("look")[name] <= most[name] for name in most), 10, str(most), lambda: peer.ask("look"))
+    wait_until(lambda: all(peer.ask("look")[name] <= most[name] for name in most), 30, str(most), lambda: peer.ask("look"))
