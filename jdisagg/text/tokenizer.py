@@ -92,15 +92,18 @@ class Tokenizer:
             what.append("split_special_tokens")
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> tuple[int, ...]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, most: int | None = None, keeps_beginning: bool = False
+    ) -> tuple[int, ...]:
         """Token ids of `text`; `add_special_tokens` puts BOS / EOS around it where the model was trained so. `most`: of more of
-        them those around it and its last ones."""
+        them those around it and its last ones, or its first ones (`keeps_beginning`)."""
         # of the library's functions only those for batches let other threads run: a megabyte takes a second
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         if most is None or len(encoding.ids) <= most:
             return tuple(encoding.ids)
         of_text = [index for index, is_around in enumerate(encoding.special_tokens_mask) if not is_around]
-        left_out = set(of_text[: len(encoding.ids) - most])
+        num = len(encoding.ids) - most
+        left_out = set(of_text[-num:] if keeps_beginning else of_text[:num])
         return tuple([token_id for index, token_id in enumerate(encoding.ids) if index not in left_out][:most])
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -42,6 +42,7 @@ class Conversion:
     """How prompts become tokens, and an answer's tokens text."""
 
     most_prompt_tokens: float | None = None  # of a longer prompt its last ones; inf = as many as fit beside the answer
+    keeps_beginning: bool = False  # of a longer prompt its first ones instead
     add_special_tokens: bool = True  # BOS / EOS around text prompts
     skip_special_tokens: bool = True  # in the text that is returned
     shown: tuple[str, ...] = ()  # special tokens that are not skipped
@@ -216,12 +217,12 @@ async def _tokenize(request: TextRequest, card: ModelCard, tokenizer: Tokenizer,
     """Refuses at the first prompt that shows to be one too many: those behind it may take minutes."""
     prompts: list[tuple[int, ...]] = []
     most, num_tokens = _most_prompt_tokens(request, card.max_model_len), 0
+    special, first = request.conversion.add_special_tokens, request.conversion.keeps_beginning
     for prompt in request.prompts:
         if isinstance(prompt, str):
-            special = request.conversion.add_special_tokens
-            prompt = await run(partial(tokenizer.encode, prompt, add_special_tokens=special, most=most))
+            prompt = await run(partial(tokenizer.encode, prompt, add_special_tokens=special, most=most, keeps_beginning=first))
         elif most is not None:
-            prompt = prompt[-most:]
+            prompt = prompt[:most] if first else prompt[-most:]
         if not prompt:
             raise invalid("prompt", "must hold at least one token", "none")
         check_token_ids(prompt, card.vocab_size, "prompt")

@@ -19,6 +19,7 @@ from jdisagg.api.generation.intake import (
 from jdisagg.api.generation.sampling_bounds import MAX_GRAMMAR_BYTES, MAX_LOGIT_BIAS, NUMBERS
 from jdisagg.api.http.grammars import MAX_ALLOWED, MAX_CHOICES
 from jdisagg.api.http.messages import EFFORTS
+from jdisagg.api.http.parameters import SIDES
 from jdisagg.api.http.request_id import MAX_NAME
 from jdisagg.api.http.tokens import MAX_CHARACTERS, MAX_TOKENS
 from jdisagg.core.requests import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
@@ -71,6 +72,7 @@ _SHARED: dict[str, Any] = {
         "oneOf": [{"enum": [-1]}, _range("integer", 1, _INT32_MAX)],
         "description": "-1 is as many as fit beside max_tokens",
     },
+    "truncation_side": {"enum": list(SIDES), "description": "where tokens are left out"},
     "max_tokens": _range("integer", 1, _INT32_MAX),
     **{name: _range("number", *bounds) for name, bounds in NUMBERS.items()},
     "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},

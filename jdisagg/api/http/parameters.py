@@ -24,6 +24,7 @@ from jdisagg.core.trace import TRACEPARENT, read_traceparent
 
 PROVENANCE_HEADER = "x-jdisagg-provenance"  # its client asks where its answer was computed
 LENGTH, NEWER_LENGTH = "max_tokens", "max_completion_tokens"
+SIDES = ("left", "right")  # of a prompt, where tokens are left out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +101,7 @@ def read_request(
         stop=body.texts("stop"),
         conversion=Conversion(
             most_prompt_tokens=most_tokens(body.integer("truncate_prompt_tokens")),
+            keeps_beginning=_side(body) == "right",
             add_special_tokens=body.boolean("add_special_tokens", add_special_tokens),
             skip_special_tokens=body.boolean("skip_special_tokens", True),
             bad_words=_bad_words(body, sampling),
@@ -117,6 +119,14 @@ def read_timeout(body: Body) -> float | None:
     if timeout_s is not None and not timeout_s > 0:
         raise wrong_type("timeout_s", "a number above 0", timeout_s)
     return timeout_s
+
+
+def _side(body: Body) -> str:
+    """`truncation_side`, as in vLLM."""
+    side = body.get("truncation_side")
+    if side is not None and side not in SIDES:
+        raise wrong_type("truncation_side", " or ".join(SIDES), side)
+    return side or "left"
 
 
 def _bad_words(body: Body, sampling: SamplingParams) -> tuple[str, ...]:

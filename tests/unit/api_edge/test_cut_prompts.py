@@ -1,4 +1,4 @@
-"""`truncate_prompt_tokens`: of a longer prompt its last tokens alone are the prompt."""
+"""`truncate_prompt_tokens`: of a longer prompt its last tokens alone are the prompt, or its first ones."""
 
 from __future__ import annotations
 
@@ -53,6 +53,27 @@ def test_a_chat_is_cut_where_its_template_was_filled(tokenizer: Tokenizer) -> No
     body = {"messages": [{"role": "user", "content": TEXT}]}
     _, (whole, cut) = _ask(tokenizer, CHAT, body, body | {"truncate_prompt_tokens": 7})
     assert cut == whole[-7:]
+
+
+def test_the_first_tokens_are_kept_where_the_right_side_is_cut(tokenizer: Tokenizer) -> None:
+    bos, *ids = tokenizer.encode(TEXT)
+    asked = {"prompt": [TEXT, ids, ids[:3]], "truncate_prompt_tokens": 4}
+    bodies = [asked | {"truncation_side": side} for side in ("right", "left", None)]
+    _, prompts = _ask(tokenizer, COMPLETIONS, *bodies)
+    short = tuple(ids[:3])
+    left = [(bos, *ids[-3:]), tuple(ids[-4:]), short]
+    assert prompts == [(bos, *ids[:3]), tuple(ids[:4]), short, *left, *left]
+    body = {"messages": [{"role": "user", "content": TEXT}], "truncation_side": "right"}
+    _, (whole, cut) = _ask(tokenizer, CHAT, body, body | {"truncate_prompt_tokens": 7})
+    assert cut == whole[:7]
+
+
+def test_an_echo_is_of_the_beginning_where_that_is_kept(tokenizer: Tokenizer) -> None:
+    asked = {"prompt": TEXT, "echo": True, "max_tokens": 1, "truncate_prompt_tokens": 5, "truncation_side": "right"}
+    (answer,), (prompt,) = _ask(tokenizer, COMPLETIONS, asked)
+    echoed = tokenizer.decode(prompt)
+    assert TEXT.startswith(echoed)
+    assert answer.json()["choices"][0]["text"].startswith(echoed)
 
 
 @pytest.mark.parametrize(("max_tokens", "left"), [(None, 16), (50, 50), (CONTEXT - 1, CONTEXT - 1)])
