@@ -7,22 +7,21 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from jdisagg.api.http.body import Body, beginning, wrong_type
+from jdisagg.api.http.body import Body, beginning
 from jdisagg.api.http.continued import CONTINUES, up_to_mark, with_mark
 from jdisagg.api.http.earlier_calls import check_structure, with_arguments, with_objects
+from jdisagg.api.http.template_variables import read_variables
 from jdisagg.api.http.tools import read_forced, read_functions
 from jdisagg.api.http.unserved import LAST_MESSAGE_FIELDS, MESSAGE_FIELDS, refuse_unserved
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.text.chat import ChatTemplate
 from jdisagg.text.content_form import text_part
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # OpenAI's, and vLLM's max
 _ID_LENGTH = 9
 _NO_TEXT = ("", [], [text_part("")])
 _TEXT_PARTS = ("text", "input_text", "output_text")  # the latter as in OpenAI's Responses
 _ASSISTANT_PARTS = ("refusal", "thinking")  # whose text has their name
 _THOUGHT = ("reasoning_content", "reasoning")
-_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "documents", "self"})
 
 
 def render_prompt(body: Body, template: ChatTemplate | None) -> str:
@@ -37,7 +36,7 @@ def render_prompt(body: Body, template: ChatTemplate | None) -> str:
         )
     continues = body.boolean(CONTINUES)
     begins = body.boolean("add_generation_prompt", not continues)
-    tools, variables = _offered_tools(body, template), {**_template_kwargs(body), "add_generation_prompt": begins}
+    tools, variables = _offered_tools(body, template), {**read_variables(body), "add_generation_prompt": begins}
     texts = [_plain_message(index, message) for index, message in enumerate(messages)]
     check_structure(texts)
     if not continues:
@@ -148,23 +147,6 @@ def _without_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _without_empty_text(message: dict[str, Any]) -> dict[str, Any]:
     """A message of calls alone, as OpenAI writes it."""
     return {**message, "content": None} if message.get("tool_calls") and message["content"] in _NO_TEXT else message
-
-
-def _template_kwargs(body: Body) -> dict[str, Any]:
-    """`reasoning_effort` and `chat_template_kwargs`: variables of the template beside those it always has."""
-    variables = body.object("chat_template_kwargs")
-    if taken := sorted(variables.keys() & _RESERVED):
-        raise InvalidRequest(
-            f"chat_template_kwargs: {taken[0]} cannot be given there; messages, tools and add_generation_prompt are fields "
-            "of the request",
-            field="chat_template_kwargs",
-        )
-    effort = body.get("reasoning_effort")
-    if effort is None:
-        return variables
-    if effort not in EFFORTS:
-        raise wrong_type("reasoning_effort", f"one of {', '.join(EFFORTS)}", effort)
-    return {"reasoning_effort": effort, "enable_thinking": effort != "none"} | variables  # as vLLM
 
 
 def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:

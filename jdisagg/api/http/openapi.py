@@ -18,9 +18,9 @@ from jdisagg.api.generation.intake import (
 )
 from jdisagg.api.generation.sampling_bounds import MAX_GRAMMAR_BYTES, MAX_LOGIT_BIAS, NUMBERS
 from jdisagg.api.http.grammars import MAX_ALLOWED, MAX_CHOICES
-from jdisagg.api.http.messages import EFFORTS
 from jdisagg.api.http.parameters import SIDES
 from jdisagg.api.http.request_id import MAX_NAME
+from jdisagg.api.http.template_variables import EFFORTS, KINDS
 from jdisagg.api.http.tokens import MAX_CHARACTERS, MAX_TOKENS
 from jdisagg.core.requests import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 
@@ -128,6 +128,16 @@ _COMPLETION = _SHARED | {
     "prompt_logprobs": _range("integer", 0, MAX_LOGPROBS),
     "best_of": {"type": "integer", "description": "must equal n"},
 }
+_VARIABLES: dict[str, Any] = {  # of templates, and advice beside them
+    "chat_template_kwargs": {"type": "object"},
+    "chat_template_args": {"type": "object", "description": "chat_template_kwargs by another name"},
+    "reasoning_effort": {"enum": list(EFFORTS)},
+    "reasoning": {"type": "object", "properties": {"effort": {"enum": list(EFFORTS)}}},
+    "enable_thinking": _BOOLEAN,
+    "thinking": {"type": "object", "properties": {"type": {"enum": list(KINDS)}}},
+    "think": _BOOLEAN,
+    "thinking_budget": {"type": "number", "description": "ignored"},
+}
 _CHAT = _SHARED | {
     "messages": {"type": "array", "items": _MESSAGE, "minItems": 1},
     "max_completion_tokens": _range("integer", 1, _INT32_MAX),
@@ -139,13 +149,9 @@ _CHAT = _SHARED | {
     "parallel_tool_calls": _BOOLEAN | {"description": "false: at most one call"},
     "add_generation_prompt": _BOOLEAN,
     "continue_final_message": _BOOLEAN,
-    "chat_template_kwargs": {"type": "object"},
-    "reasoning_effort": {"enum": list(EFFORTS)},
+    **_VARIABLES,
 }
-_OF_TEMPLATES = (
-    *("messages", "tools", "tool_choice", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
-    "reasoning_effort",
-)
+_OF_TEMPLATES = ("messages", "tools", "tool_choice", "add_generation_prompt", "continue_final_message", *_VARIABLES)
 _TOKENIZE = {
     "model": _STRING,
     "prompt": _STRING | {"maxLength": MAX_CHARACTERS},

@@ -22,6 +22,7 @@ class Unserved:
     names: tuple[str, ...]
     why: str  # what is not served, and what to do
     nothing: tuple[Any, ...] = OFF
+    same_as: tuple[str, ...] = ()  # fields of the same meaning: what the first of them says that is there, is accepted, too
 
 
 _EVERYWHERE = (
@@ -67,19 +68,27 @@ _EVERYWHERE = (
     Unserved(("logprob_token_ids",), "log-probabilities are those of the likeliest tokens; use logprobs"),
     Unserved(("return_hidden_states",), "hidden states are not returned; leave it out"),
     Unserved(("return_tokens",), "is called return_token_ids here"),
+    Unserved(("return_prompt_token_ids",), "prompt_token_ids come with return_token_ids; use that"),
+    Unserved(("return_meta_info",), "tokens are counted in usage; for their ids use return_token_ids, for scores logprobs"),
+    Unserved(("return_cached_tokens_details",), "usage.prompt_tokens_details.cached_tokens is in every answer; leave it out"),
+    Unserved(("return_routed_experts",), "experts are not told of; leave it out"),
     Unserved(("return_prompt_text",), "prompts are not returned as text; use return_token_ids and POST /detokenize"),
     Unserved(("repetition_detection",), "answers that repeat themselves go on; leave it out, or use the penalties"),
     Unserved(("watermarking", "watermark"), "answers have no watermark; leave it out"),
     Unserved(("lora_path", "lora", "adapter_id"), "adapters are not served; merge it into the model, or leave it out"),
     Unserved(("session_params",), "requests are independent; send the whole prompt each time"),
     Unserved(
-        ("thinking_token_budget", "thinking_budget", "reasoning_budget", "max_thinking_tokens"),
+        ("thinking_token_budget", "reasoning_budget", "max_thinking_tokens"),
         "thinking has no limit of its own; use max_tokens for the whole answer",
         (None, -1),
     ),
     Unserved(
-        ("max_new_tokens", "max_output_tokens", "max_length", "n_predict", "num_predict"), "is called max_tokens here", (None,)
+        ("max_new_tokens", "max_output_tokens", "n_predict", "num_predict"),
+        "is called max_tokens here",
+        (None,),
+        same_as=("max_completion_tokens", "max_tokens"),
     ),
+    Unserved(("max_length",), "is called max_tokens here", (None,)),
     Unserved(("stop_sequences",), "is called stop here"),
     Unserved(("stop_token",), "use stop, or stop_token_ids"),
     Unserved(("response_schema",), 'write it as "response_format": {"type": "json_schema", "json_schema": {"schema": ..}}'),
@@ -107,16 +116,6 @@ CHAT_FIELDS = (
     Unserved(("function_call",), "use tool_choice, which replaced it", (*OFF, "none", "auto")),
     Unserved(("chat_template",), "the model's own template is used; leave it out, or render it and use /v1/completions"),
     Unserved(("documents",), "documents are not shown to the model; write them into messages"),
-    Unserved(("enable_thinking",), 'write it as "chat_template_kwargs": {"enable_thinking": ..}', (None,)),
-    Unserved(
-        ("reasoning",),
-        'write it as "reasoning_effort": .., which is "none" for no thinking; all of it stays in content',
-        (None, "", {}, {"exclude": False}),
-    ),
-    Unserved(
-        ("thinking",), 'write it as "reasoning_effort": .. or "chat_template_kwargs": {..}', (None, "", {}, {"type": "auto"})
-    ),
-    Unserved(("think",), 'write it as "reasoning_effort": .. or "chat_template_kwargs": {..}', (None, "")),
     Unserved(("include_reasoning",), "what a model thinks stays in content; see reasoning_effort", (None, True)),
     Unserved(("reasoning_format",), "what a model thinks stays in content; send none", (None, "none", "raw", "auto")),
     Unserved(("parse_tool_calls",), 'calls are read where tools are offered; use "tool_choice": "none"', (None, True)),
@@ -134,9 +133,14 @@ def refuse_unserved(body: Body, table: tuple[Unserved, ...]) -> None:
     """Raises InvalidRequest for the first field of `table` that the body asks something of."""
     for entry in table:
         for name in entry.names:
-            if not is_one_of(_without_null(body.get(name)), entry.nothing):
+            value = _without_null(body.get(name))
+            if not is_one_of(value, entry.nothing) and not is_one_of(value, _said(body, entry.same_as)):
                 field = f"{body.where}{name}"
                 raise InvalidRequest(f"{field}: {entry.why}", field=field)
+
+
+def _said(body: Body, names: tuple[str, ...]) -> tuple[Any, ...]:
+    return tuple(value for name in names if (value := body.get(name)) is not None)[:1]
 
 
 def _without_null(value: Any) -> Any:

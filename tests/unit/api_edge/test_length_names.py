@@ -1,4 +1,4 @@
-"""The length of a completion has two names; its errors have the one that came."""
+"""The length of a completion has two names, and others say it beside these; its errors have the one that came."""
 
 from __future__ import annotations
 
@@ -57,5 +57,37 @@ def test_two_lengths_are_refused_and_errors_name_the_one_that_came(
             assert (answer.status_code, error["param"]) == (400, param), error
             assert told in error["message"]
             assert served.engine.requests == []
+
+    run(check())
+
+
+CHAT = {"messages": [{"role": "user", "content": "the"}]}
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "max_output_tokens", "n_predict", "num_predict"])
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", {"prompt": "the"}), ("/v1/chat/completions", CHAT)])
+def test_another_name_passes_beside_one_that_says_the_same(
+    tokenizer: Tokenizer, name: str, path: str, body: dict[str, Any]
+) -> None:
+    cases = [
+        ({"max_tokens": 4, name: 4}, 200),
+        ({NEWER: 4, name: 4.0}, 200),
+        ({"max_tokens": 4, name: 5}, 400),
+        ({"max_tokens": 4, name: "4"}, 400),
+        ({"max_tokens": 1, name: True}, 400),
+        ({name: 4}, 400),
+    ]
+    if path != "/v1/completions":  # where the newer one is all that counts
+        cases += [({"max_tokens": 9, NEWER: 4, name: 4}, 200), ({"max_tokens": 9, NEWER: 4, name: 9}, 400)]
+
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            for fields, status in cases:
+                answer = await http.post(path, json=body | fields)
+                assert answer.status_code == status, (fields, answer.text)
+                if status == 400:
+                    assert answer.json()["error"]["message"] == f"{name}: is called max_tokens here"
+                else:
+                    assert served.engine.requests[-1].sampling.max_tokens == 4
 
     run(check())

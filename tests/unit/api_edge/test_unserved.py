@@ -28,6 +28,13 @@ REFUSED: list[tuple[str, Any]] = [
     ("prompt_embeds", "AAAA"),
     ("lora_path", "x"),
     ("max_new_tokens", 4),
+    ("max_length", 4),
+    ("return_prompt_token_ids", True),
+    ("return_meta_info", True),
+    ("return_cached_tokens_details", True),
+    ("return_routed_experts", True),
+    ("truncation_side", "middle"),
+    ("truncation_side", False),
     ("typical_p", 0.9),
     ("tfs_z", 0.9),
     ("top_a", 0.2),
@@ -67,8 +74,6 @@ REFUSED: list[tuple[str, Any]] = [
     ("random_seed", 0),
     ("lora", [{"id": 0, "scale": 0.5}]),
     ("adapter_id", "x"),
-    ("thinking_budget", 64),
-    ("thinking_budget", 0),
     ("reasoning_budget", 0),
     ("max_thinking_tokens", 64),
     ("stop_token", "a"),
@@ -82,11 +87,23 @@ REFUSED_IN_CHAT: list[tuple[str, Any]] = [
     ("chat_template", "{{ messages }}"),
     ("chat_template_kwargs", {"documents": []}),
     ("documents", [{"title": "a"}]),
-    ("enable_thinking", False),
+    ("chat_template_args", {"tools": []}),
+    ("chat_template_args", "x"),
+    *(("enable_thinking", value) for value in (0, 1, "false", {"type": "enabled"})),
     ("include_reasoning", False),
-    *(("reasoning", value) for value in ({"effort": "none"}, {"enabled": False}, {"max_tokens": 64}, {"exclude": True}, False)),
-    *(("thinking", value) for value in ({"type": "disabled"}, {"type": "enabled", "budget_tokens": 64}, True, False)),
-    *(("think", value) for value in (True, False, "low")),
+    *(
+        ("reasoning", value)
+        for value in ({"effort": "extreme"}, {"effort": ["low"]}, {"effort": False}, "low", True, False, 0, [])
+    ),
+    *(("reasoning", {"effort": "low"} | more) for more in ({"max_tokens": 64}, {"exclude": True}, {"enabled": True})),
+    *(("reasoning", value) for value in ({"enabled": False}, {"max_tokens": 64}, {"exclude": True}, {"exclude": 0})),
+    *(
+        ("thinking", value)
+        for value in ({"type": "adaptive"}, {"type": True}, {"budget_tokens": 64}, "enabled", True, False, [])
+    ),
+    ("thinking", {"type": "enabled", "budget_tokens": 64}),
+    *(("think", value) for value in ("low", 0, 1, {})),
+    *(("thinking_budget", value) for value in ("64", True, [], {"tokens": 64})),
     ("reasoning_format", "parsed"),
     ("parse_tool_calls", False),
     ("echo", True),
@@ -128,6 +145,9 @@ ACCEPTED: list[tuple[str, Any]] = [
     ("prediction", {"type": "content", "content": "fox"}),  # a hint to be faster
     ("reasoning_effort", "low"),
     ("thinking_token_budget", -1),  # as many as it likes
+    *(("thinking_budget", value) for value in (19456, 0, 1.5)),  # advice
+    ("return_meta_info", False),
+    ("truncation_side", "left"),
     ("return_prompt_text", False),
     ("logprob_token_ids", []),
     ("top_logprobs", 0),
@@ -149,6 +169,11 @@ ACCEPTED_IN_CHAT: list[tuple[str, Any]] = [
     *(("reasoning_format", value) for value in ("none", "raw", "auto")),  # llama.cpp's, Groq's
     ("parse_tool_calls", True),  # llama.cpp's
     ("include_reasoning", True),
+    *((name, value) for name in ("enable_thinking", "think") for value in (True, False)),
+    ("think", ""),
+    *(("thinking", {"type": kind}) for kind in ("enabled", "disabled")),
+    *(("reasoning", {"effort": "low"} | more) for more in ({}, {"summary": None}, {"exclude": False})),
+    ("chat_template_args", {"enable_thinking": False}),
     *(("reasoning", value) for value in ({}, {"effort": None, "summary": None}, {"exclude": False, "max_tokens": None})),
     *(("thinking", value) for value in ({}, {"type": None}, {"type": "auto"})),
     ("functions", []),
