@@ -30,7 +30,7 @@ from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, RequestError
 from jdisagg.core.fleet import ModelCard
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, SamplingParams
-from jdisagg.text.calls.format import CallFormat
+from jdisagg.text.calls.format import ModelFormat
 from jdisagg.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class Edge:
         metrics: Metrics | None = None,
         source: str | None = None,
         grammars: GrammarGate | None = None,
-        call_format: CallFormat | None = None,
+        call_format: ModelFormat | None = None,
     ) -> None:
         """`default_deadline_s` runs from arrival. `defaults`: the model's own for parameters a client leaves out,
         `max_new_tokens` for the length of an answer. `metrics`: where requests are counted that no engine sees. `source`: what

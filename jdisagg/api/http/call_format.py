@@ -13,7 +13,7 @@ from typing import Any
 from jdisagg.api.http.body import Body
 from jdisagg.api.http.messages import render_prompt
 from jdisagg.core.errors import InvalidRequest
-from jdisagg.text.calls.format import CallFormat
+from jdisagg.text.calls.format import CallFormat, ModelFormat
 from jdisagg.text.calls.formats import FORMATS
 from jdisagg.text.calls.reader import Argued, CallReader
 from jdisagg.text.chat import ChatTemplate
@@ -29,7 +29,7 @@ _CALLED: list[dict[str, Any]] = [*_ASKED, {"role": "assistant", "content": None,
 _NAME_IT = "name the model's with --tool-call-parser, or force calls by tool_choice"
 
 
-def choose_call_format(name: str, template: ChatTemplate | None) -> CallFormat | None:
+def choose_call_format(name: str, template: ChatTemplate | None) -> ModelFormat | None:
     """`name`: as the flag has it; None: calls stay text. Logs what was found."""
     if name != "auto":
         return FORMATS.get(name)

@@ -20,6 +20,7 @@ from jdisagg.api.http.body import Body, read_body
 from jdisagg.api.http.calls import MessageReader, TextReader, read_offer, reader_of
 from jdisagg.api.http.connection import Event, open_stream, while_connected
 from jdisagg.api.http.forced_calls import with_forced
+from jdisagg.api.http.free_calls import with_free_calls
 from jdisagg.api.http.messages import render_prompt
 from jdisagg.api.http.parameters import LENGTH, ResponseOptions, admit, read_options, read_request, read_sampling, read_timeout
 from jdisagg.api.http.request_id import request_id_of
@@ -59,6 +60,7 @@ def read_chat(body: Body, edge: Edge, num_top: int | None, request_id: str, arri
     offer, prompt = read_offer(body, edge), render_prompt(body, edge.tokenizer.chat)
     body.names["prompt"] = "messages"
     sampling = with_forced(read_sampling(body, edge.defaults, logprobs=num_top), body)
+    sampling = with_free_calls(sampling, body, edge)
     request = read_request(body, request_id, (prompt,), sampling, add_special_tokens=False)  # the template writes BOS and EOS
     if request.max_tokens is not None and request.max_tokens < 1:  # intake would advise to echo the prompt, which a chat cannot
         name = body.names.get(LENGTH, LENGTH)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from jdisagg.api.http.body import Body
-from jdisagg.api.http.grammars import GRAMMAR, schema_text
+from jdisagg.api.http.grammars import GRAMMAR, RESPONSE_FORMAT, schema_text
 from jdisagg.api.http.tools import ForcedCall, read_forced, read_parameters
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import Grammar, GrammarKind, SamplingParams
@@ -22,7 +22,6 @@ from jdisagg.text.schema_tags import looks
 TOOLS = "tools"  # the field that the grammar is made of
 _AT_LINE = re.compile(r"grammar \(lark\): at (\d+)\(\d+\): ")  # as errors of a grammar say where they are
 _HEAD_LINES, _FUNCTION_LINES = 2, 2  # of the grammar of "required"
-_OF_TEXTS = "response_format"  # with a forced call it says nothing, as in vLLM
 _ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -34,7 +33,7 @@ def with_forced(sampling: SamplingParams, body: Body) -> SamplingParams:
     forced, in_parallel = read_forced(body), body.boolean("parallel_tool_calls", True)
     if forced is None:
         return sampling
-    if (name := body.names.get(GRAMMAR, _OF_TEXTS)) != _OF_TEXTS:
+    if (name := body.names.get(GRAMMAR, RESPONSE_FORMAT)) != RESPONSE_FORMAT:  # that says nothing here, as in vLLM
         told = f"tool_choice: {name} says already what the answer has to be; leave out one of the two"
         raise InvalidRequest(told, field="tool_choice")
     body.names[GRAMMAR] = TOOLS

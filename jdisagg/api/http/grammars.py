@@ -30,6 +30,7 @@ from jdisagg.text.bad_words import literal
 MAX_CHOICES = 1000
 MAX_ALLOWED = 2**18  # token ids; to sort a million holds everybody up
 GRAMMAR = "grammar"  # as intake calls the field
+RESPONSE_FORMAT = "response_format"  # of answers in text: calls are beside it
 _ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
 _OF_TYPES = {"type", "const", "enum", "$ref", "anyOf", "oneOf", "allOf"}  # keys that say of which types a value is
 _NOTHING = (None, False, "")  # but {} is a schema, and [] no choice
@@ -55,7 +56,7 @@ def read_grammar(body: Body) -> Grammar | None:
 
 def _read_all(body: Body) -> dict[str, Grammar]:
     """At most one, by the name of its field."""
-    found: dict[str, Grammar | None] = {"response_format": _response_format(body)}
+    found: dict[str, Grammar | None] = {RESPONSE_FORMAT: _response_format(body)}
     found |= {f"structured_outputs.{name}": grammar for name, grammar in _structured_outputs(body).items()}
     found |= {f"guided_{name}": read(body, f"guided_{name}") for name, read in _READERS.items()}
     found |= {"json_schema": _schema(body, "json_schema"), "regex": _written(body, "regex", kind=GrammarKind.REGEX)}

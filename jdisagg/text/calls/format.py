@@ -6,6 +6,7 @@ text on, follows the arguments to their end, and takes what stands between calls
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
@@ -40,4 +41,16 @@ class CallFormat(Protocol):
         """`held` begins with a mark; without one, it is the beginning of an answer, if that may be bare, or a brace and what
         follows it stand behind a call. It is asked after each character, and no more after another answer than WAIT, or REST:
         so it is not to take longer for a longer text. `is_whole`: the last character ends the object that began first."""
+        ...
+
+
+class ModelFormat(CallFormat, Protocol):
+    """One that models have of their own accord, beside text: a row of `formats.FORMATS`."""
+
+    arguments_key: str  # of the object that a call is
+
+    def rules(self, names: Sequence[str], mark: Callable[[str], str], *, in_parallel: bool) -> list[str]:
+        """Lines of a grammar in which `calls` is an answer of calls alone, of any number, or one unless `in_parallel`; `call`,
+        which it is made of, is the object of one, `object` that of arguments, and BLANKS some. `mark`: a text of the format as
+        grammars have it. Whatever is of it the format reads as calls."""
         ...

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from jdisagg.text.calls.format import Head, Verdict
 from jdisagg.text.calls.objects import MOST_BEGUN, look_at_object
 
@@ -10,12 +12,13 @@ _TAG = "<|python_tag|>"
 
 
 class Llama3Json:
-    """See CallFormat."""
+    """See ModelFormat."""
 
     marks: tuple[str, ...] = (_TAG,)
     inner: tuple[str, ...] = ()
     glue: tuple[str, ...] = (";",)
     opens_bare = True
+    arguments_key = "parameters"
 
     def look(self, held: str, *, is_whole: bool) -> Head | Verdict:
         """See CallFormat."""
@@ -23,3 +26,8 @@ class Llama3Json:
         if _TAG.startswith(call):
             return Verdict.WAIT if len(held) <= MOST_BEGUN else Verdict.TEXT
         return look_at_object(call.removeprefix(_TAG), is_whole=is_whole)
+
+    def rules(self, names: Sequence[str], mark: Callable[[str], str], *, in_parallel: bool) -> list[str]:
+        """See ModelFormat."""
+        more = ' (BLANKS? ";" BLANKS? call)*' if in_parallel else ""
+        return [f"calls: ({mark(_TAG)} BLANKS?)? call{more}"]
