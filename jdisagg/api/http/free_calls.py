@@ -1,4 +1,4 @@
-"""`response_format` beside `tools` that a model may call: the grammar has both, the answer and, in the model's format, calls."""
+"""`response_format` beside `tools` that a model may call: the grammar has the answer and calls in the model's format."""
 
 from __future__ import annotations
 
