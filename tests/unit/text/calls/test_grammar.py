@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -177,22 +176,13 @@ def test_whatever_calls_may_be_written_they_are_read_as_calls(tokenizer: Tokeniz
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_longest_head_is_read(name: str) -> None:
-    blanks, key = " " * 32, FORMATS[name].arguments_key
-    parts: Sequence[str] = (
-        "",
-        "{",
-        '"type"',
-        ":",
-        '"function"',
-        ",",
-        '"name"',
-        ":",
-        f'"{"f" * 64}"',
-        ",",
-        f'"{key}"',
-        ":",
-        "{",
-    )
+def test_the_longest_head_is_read(tokenizer: Tokenizer, grammars: Grammars, name: str) -> None:
+    long, key = "f" * 64, FORMATS[name].arguments_key
     begin = {"hermes": "<tool_call>", "llama3_json": "<|python_tag|>", "mistral": "[TOOL_CALLS]["}[name]
-    assert CallReader(FORMATS[name], ["f" * 64]).push(begin + blanks.join(parts))[0] == Called("f" * 64)
+    parts = (begin, "{", '"type"', ":", '"function"', ",", '"name"', ":", f'"{long}"', ",", f'"{key}"', ":", "{")
+    grammar = lark(answer_or_calls("{}", FORMATS[name], [long], tokenizer.special_id, in_parallel=True))
+    for num_blanks, may_be_written in ((32, True), (33, False)):
+        head = (" " * num_blanks).join(parts)
+        matcher = advanced(grammars, grammar, tokenizer.encode(head, add_special_tokens=False))
+        assert (not matcher.error) is may_be_written
+        assert CallReader(FORMATS[name], [long]).push(head)[0] == Called(long)
