@@ -141,10 +141,6 @@ class Tokenizer:
         """Id of one vocabulary entry, written as the vocabulary writes it."""
         return self._backend.token_to_id(token)
 
-    def special_id(self, token: str) -> int | None:
-        """Likewise, of one that is no text."""
-        return token_id if (token_id := self.token_id(token)) in self.special_ids else None
-
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token contributes in the middle of a text; special tokens contribute their name."""
         if self._bytes is not None:

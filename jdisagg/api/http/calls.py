@@ -42,7 +42,7 @@ def read_offer(body: Body, edge: Edge) -> Offer | None:
     if call_format is None or not names:
         return None
     marks = (*call_format.marks, *call_format.inner) if skips else ()
-    hidden = frozenset(mark for mark in marks if tokenizer.special_id(mark) is not None)
+    hidden = frozenset(mark for mark in marks if tokenizer.token_id(mark) in tokenizer.special_ids)
     return Offer(call_format=call_format, names=names, hidden=hidden, in_parallel=in_parallel)
 
 

@@ -28,7 +28,7 @@ def with_free_calls(sampling: SamplingParams, body: Body, edge: Edge) -> Samplin
     schema_text("tools: their names", {"enum": names}, "tools")
     schema = schema_text(RESPONSE_FORMAT, schema_in_lark(answer.text))
     in_parallel = body.boolean("parallel_tool_calls", True)
-    text = answer_or_calls(schema, call_format, names, edge.tokenizer.special_id, in_parallel=in_parallel)
+    text = answer_or_calls(schema, call_format, names, edge.tokenizer.token_id, in_parallel=in_parallel)
     if (num_bytes := len(text.encode())) > MAX_GRAMMAR_BYTES:
         told = f"with the names of tools it may have at most {MAX_GRAMMAR_BYTES} bytes; got {num_bytes}; shorten it"
         raise InvalidRequest(f"{RESPONSE_FORMAT}: {told}", field=RESPONSE_FORMAT)

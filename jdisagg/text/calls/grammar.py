@@ -13,13 +13,15 @@ _BLANKS = r"[ \n\r\t]{1,32}"
 
 
 def answer_or_calls(
-    answer: str, call_format: ModelFormat, names: Sequence[str], special: Callable[[str], int | None], *, in_parallel: bool
+    answer: str, call_format: ModelFormat, names: Sequence[str], token_of: Callable[[str], int | None], *, in_parallel: bool
 ) -> str:
-    """In Lark. `answer`: the schema, in one line. `names`: of the functions; their arguments are any object. `special`: the id
-    of a mark that is a special token, and so no text; None = it is text. With `in_parallel` there may be several calls."""
+    """In Lark. `answer`: the schema, in one line. `names`: of the functions; their arguments are any object. `token_of`: the id
+    of a mark that is one token, and so written by models; None = it is letters. Whether the library takes such a token for text
+    is its own affair: Qwen's `<tool_call>`, which is none of the special tokens, it does not. With `in_parallel` there may be
+    several calls."""
 
     def mark(text: str) -> str:
-        return json.dumps(text) if (token_id := special(text)) is None else f"<[{token_id}]>"
+        return json.dumps(text) if (token_id := token_of(text)) is None else f"<[{token_id}]>"
 
     lines = ["start: answer | calls", f"answer: %json {answer}", *call_format.rules(names, mark, in_parallel=in_parallel)]
     blanks: dict[str, Any] = {"x-guidance": {"whitespace_pattern": _BLANKS}}

@@ -26,7 +26,7 @@ from jdisagg.core.errors import InvalidRequest, RequestError
 from jdisagg.core.fleet import ModelCard
 from jdisagg.core.metrics import HTTP_PORT, Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, Grammar, Output, Provenance, SamplingParams, TokenLogprob
-from jdisagg.text.calls.format import CallFormat
+from jdisagg.text.calls.format import ModelFormat
 from jdisagg.text.tokenizer import Tokenizer
 from jdisagg.v1 import generation_pb2_grpc
 
@@ -205,7 +205,7 @@ async def serving(
     *,
     api_key: str | None = None,
     client_api_key: str | None = None,
-    call_format: CallFormat | None = None,
+    call_format: ModelFormat | None = None,
     max_new_tokens: int | None = None,
 ) -> AsyncIterator[Served]:
     """HTTP and gRPC on real sockets; on exit nothing may be left running."""

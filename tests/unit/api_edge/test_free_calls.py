@@ -10,7 +10,7 @@ import httpx
 import pytest
 import tokenizers
 
-from jdisagg.text.calls.format import CallFormat
+from jdisagg.text.calls.format import ModelFormat
 from jdisagg.text.calls.formats import FORMATS
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, run, serving
@@ -205,7 +205,7 @@ def test_without_a_format_a_call_is_text(tokenizer: Tokenizer) -> None:
     ],
 )
 def test_answers_with_tools_are_counted_by_what_they_are(
-    tokenizer: Tokenizer, text: str, asked: dict[str, Any], call_format: CallFormat | None, wanted: dict[str, int]
+    tokenizer: Tokenizer, text: str, asked: dict[str, Any], call_format: ModelFormat | None, wanted: dict[str, int]
 ) -> None:
     async def check() -> None:
         async with (

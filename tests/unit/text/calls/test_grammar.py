@@ -99,13 +99,16 @@ REFUSED = {
 }
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["marks are text", "marks are special"])
+@pytest.fixture(scope="module", params=["letters", "tokens", "special"])
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     directory: Path = train_byte_level(tmp_path_factory.mktemp("marks"))
-    if request.param:
-        backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
-        backend.add_special_tokens([mark for one in FORMATS.values() for mark in (*one.marks, *one.inner)])
-        backend.save(str(directory / "tokenizer.json"))
+    marks = [mark for one in FORMATS.values() for mark in (*one.marks, *one.inner)]
+    backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    if request.param == "tokens":  # which are no special ones, as Qwen's
+        backend.add_tokens([tokenizers.AddedToken(mark, special=False, normalized=False) for mark in marks])
+    elif request.param == "special":
+        backend.add_special_tokens(marks)
+    backend.save(str(directory / "tokenizer.json"))
     return Tokenizer.from_directory(directory)
 
 
@@ -116,7 +119,7 @@ def grammars(tokenizer: Tokenizer) -> Grammars:
 
 def grammar_of(tokenizer: Tokenizer, name: str, schema: Any = SCHEMA, *, in_parallel: bool = True) -> str:
     answer = json.dumps(schema_in_lark(json.dumps(schema)))
-    return answer_or_calls(answer, FORMATS[name], NAMES, tokenizer.special_id, in_parallel=in_parallel)
+    return answer_or_calls(answer, FORMATS[name], NAMES, tokenizer.token_id, in_parallel=in_parallel)
 
 
 def is_whole(tokenizer: Tokenizer, grammars: Grammars, grammar: str, text: str) -> bool:
@@ -154,11 +157,10 @@ def test_a_call_may_be_written_beside_any_object(tokenizer: Tokenizer, grammars:
     assert all(is_whole(tokenizer, grammars, free, text) for text in (WHOLE[name][0], '{"x": {"name": 1}}', '{"name": "x"}'))
 
 
-def test_marks_that_are_special_tokens_are_those_tokens_alone(tokenizer: Tokenizer, grammars: Grammars) -> None:
+def test_marks_that_are_tokens_are_those_tokens_alone(tokenizer: Tokenizer, grammars: Grammars) -> None:
     for name, mark in (("hermes", "<tool_call>"), ("mistral", "[TOOL_CALLS]")):
         first = allowed(grammars.matcher(lark(grammar_of(tokenizer, name))))
-        token_id = tokenizer.special_id(mark)
-        spelt = tokenizer.token_id(mark[0])
+        token_id, spelt = tokenizer.token_id(mark), tokenizer.token_id(mark[0])
         assert (token_id in first, spelt in first) == (token_id is not None, token_id is None)
 
 
@@ -180,7 +182,7 @@ def test_the_longest_head_is_read(tokenizer: Tokenizer, grammars: Grammars, name
     long, key = "f" * 64, FORMATS[name].arguments_key
     begin = {"hermes": "<tool_call>", "llama3_json": "<|python_tag|>", "mistral": "[TOOL_CALLS]["}[name]
     parts = (begin, "{", '"type"', ":", '"function"', ",", '"name"', ":", f'"{long}"', ",", f'"{key}"', ":", "{")
-    grammar = lark(answer_or_calls("{}", FORMATS[name], [long], tokenizer.special_id, in_parallel=True))
+    grammar = lark(answer_or_calls("{}", FORMATS[name], [long], tokenizer.token_id, in_parallel=True))
     for num_blanks, may_be_written in ((32, True), (33, False)):
         head = (" " * num_blanks).join(parts)
         matcher = advanced(grammars, grammar, tokenizer.encode(head, add_special_tokens=False))
