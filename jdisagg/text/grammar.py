@@ -68,20 +68,21 @@ _LIMITS = {
 
 # Blanks of JSON in a row: lines of a deep structure have as many, and no model fills its answer with them.
 _BLANKS = r"[ \n\r\t]{1,80}"
-_DEFAULTS = {"whitespace_pattern": _BLANKS, "coerce_one_of": True}
 
 
 def read_schema(text: str) -> str:
     """A schema in the library's own form. Unless its "x-guidance" says otherwise, a `oneOf` whose branches may overlap is read
     as `anyOf`."""
-    return llguidance.LLMatcher.grammar_from_json_schema(readable_text(text), defaults=_DEFAULTS)
+    return llguidance.LLMatcher.grammar_from_json_schema(
+        readable_text(text), defaults={"whitespace_pattern": _BLANKS, "coerce_one_of": True}
+    )
 
 
 def schema_in_lark(text: str) -> dict[str, Any]:
     """A schema, an object, as `read_schema` reads it, for a grammar in Lark that has it among others."""
     schema = json.loads(readable_text(text))
-    own = schema.get("x-guidance", {})  # anything but an object the library refuses
-    return schema | {"x-guidance": _DEFAULTS | own} if isinstance(own, dict) else schema
+    defaults, own = {"whitespace_pattern": _BLANKS, "coerce_one_of": True}, schema.get("x-guidance", {})
+    return schema | {"x-guidance": defaults | own} if isinstance(own, dict) else schema  # anything else the library refuses
 
 
 _READERS = {
