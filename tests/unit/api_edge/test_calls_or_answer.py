@@ -23,7 +23,7 @@ from tests.unit.text.tiny_tokenizer import train_byte_level
 PATH = "/v1/chat/completions"
 ARGUMENTS = '{"city": "K}\\"{"}'
 ANSWER = '{"name": "weather", "n": 3}'
-SCHEMA = {
+SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "n": {"oneOf": [{"type": "number"}, {"type": "integer"}]}},
     "required": ["name", "n"],
@@ -199,6 +199,7 @@ def test_a_schema_is_read_as_without_tools(marked: Tokenizer, grammars: Grammars
         "properties": {
             "pet": {"oneOf": [{"$ref": "#/$defs/cat"}], "discriminator": {"propertyName": "kind"}},
             "key": {"type": "string", "format": "password"},
+            "n": SCHEMA["properties"]["n"],
         },
         "required": ["pet"],
         "$defs": {"cat": {"properties": {"kind": {"const": "cat", "default": "cat"}}}},
@@ -210,9 +211,9 @@ def test_a_schema_is_read_as_without_tools(marked: Tokenizer, grammars: Grammars
         async with serving(FakeEngine(marked, ANSWER, max_model_len=4096), marked, call_format=FORMATS["hermes"]) as served:
             grammar = await grammar_of(served, asked)
             assert grammar is not None
-            assert may_be_written(marked, grammars, grammar, '{"pet":{"kind":"cat"},"key":"x"}')
-            assert not may_be_written(marked, grammars, grammar, '{"pet":{},"key":"x"}')
-            assert not may_be_written(marked, grammars, grammar, '{"pet": {"kind":"cat"},"key":"x"}')
+            assert may_be_written(marked, grammars, grammar, '{"pet":{"kind":"cat"},"key":"x","n":3}')
+            assert not may_be_written(marked, grammars, grammar, '{"pet":{},"key":"x","n":3}')
+            assert not may_be_written(marked, grammars, grammar, '{"pet": {"kind":"cat"},"key":"x","n":3}')
 
     run(check())
 
