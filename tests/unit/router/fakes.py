@@ -17,7 +17,7 @@ from jdisagg.router.fleet_engine import FleetEngine
 from jdisagg.router.recovery import ReplayConfig
 from jdisagg.router.service import FleetService
 from jdisagg.v1 import fleet_pb2_grpc, worker_pb2_grpc
-from tests.unit.wire.rig import FAST, member, start_server
+from tests.unit.wire.rig import FAST, member, start_server, until
 
 TICK_S = 0.008
 
@@ -154,6 +154,12 @@ class FakeWorker:
             on_prefill=self.prefill.__setitem__,
         )
         return self
+
+    async def announce(self) -> None:
+        """Heartbeat at once: its routers know what it says of itself, also those whose answer to its registration has yet to be
+        read."""
+        await until(lambda: all(self.registration.registered().values()))
+        await self.registration.announce()
 
     async def die(self) -> None:
         """Everything stops at once, as after a kill."""

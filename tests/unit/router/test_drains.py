@@ -30,7 +30,7 @@ async def there(router: Router, *workers: FakeWorker) -> None:
 async def drain(worker: FakeWorker) -> None:
     worker.draining = True
     for _ in range(3):
-        await worker.registration.announce()
+        await worker.announce()
 
 
 def test_the_last_decode_worker_that_drains_is_a_warning_and_others_are_not(caplog: pytest.LogCaptureFixture) -> None:

@@ -111,7 +111,7 @@ def test_list_shows_every_worker_with_its_state_its_load_and_why_it_does_not_ser
 async def leave(router: Router, worker: FakeWorker) -> None:
     """In good order: it ends once the router knows that it drains."""
     worker.draining = True
-    await worker.registration.announce()
+    await worker.announce()
     await until(lambda: any(each.draining for each in router.engine.workers.members() if each.address == worker.address))
     await worker.die()
 

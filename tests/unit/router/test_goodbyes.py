@@ -148,9 +148,8 @@ def test_a_worker_that_drained_has_left_and_any_other_is_lost(draining, role, ca
     async def body() -> None:
         router = await Router(config=IMPATIENT).start()
         (worker,) = await fleet(FakeWorker((router.address,), role), router=router)
-        await until(lambda: worker.registration.registered()[router.address])
         worker.draining = draining
-        await worker.registration.announce()
+        await worker.announce()
         (entry,) = router.engine.workers.fleet.entries()
         assert entry.member.draining is draining
         await worker.die()
@@ -177,7 +176,7 @@ def test_a_prefill_worker_that_drained_has_left_though_prompts_wait_that_named_i
         assert entry is not None
         await until(lambda: entry.pending)
         prefill.draining = True
-        await prefill.registration.announce()
+        await prefill.announce()
         await prefill.die()
         await until(lambda: router.engine.workers.fleet.at(prefill.address) is None)
         wanted = f"prefill worker {entry.member.worker} has left"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,7 @@ from scripts.chaos_kit.proxy import Proxy
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.rig import ask, stop
 from tests.unit.router.test_late_registrations import MEMBER
-from tests.unit.wire.rig import until
+from tests.unit.wire.rig import run_quiet, until
 
 
 @pytest.mark.parametrize(
@@ -93,4 +92,4 @@ def test_a_worker_that_is_back_before_a_slow_client_reads_on_is_not_held_against
             await stop(router, worker)
             await proxy.close()
 
-    asyncio.run(body())
+    run_quiet(body())

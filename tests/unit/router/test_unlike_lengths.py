@@ -155,10 +155,10 @@ def test_a_model_is_as_long_as_the_longest_worker_that_takes_requests(monkeypatc
         short, long = [await FakeWorker((router.address,), max_model_len=length).start() for length in (50, 90)]
         await until(lambda: router.linked() == 2)
         long.draining = True
-        await long.registration.announce()
+        await long.announce()
         assert router.engine.card.max_model_len == 50  # an answer of no stated length has a place while the other one drains
         short.draining = True
-        await short.registration.announce()
+        await short.announce()
         assert router.engine.card.max_model_len == 90
         for worker in (short, long):
             await worker.die()

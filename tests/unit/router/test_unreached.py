@@ -9,6 +9,7 @@ import socket
 import pytest
 
 from jdisagg.core.requests import Output
+from tests.unit.ports import kept_port
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.rig import ask, assert_whole, collect, stop
 from tests.unit.wire.rig import run_quiet, until
@@ -55,12 +56,10 @@ def test_a_worker_that_is_reached_again_is_no_longer_told_of(caplog: pytest.LogC
 
     async def body() -> None:
         router = await Router().start()
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            port = taken.getsockname()[1]
+        with kept_port() as port:
             early = await FakeWorker((router.address,), epoch="e").start(advertised=f"127.0.0.1:{port}")
             await until(lambda: "does not reach it" in router.engine.health().reason)
-        there = await FakeWorker((), epoch="e").start(port)
+            there = await FakeWorker((), epoch="e").start(port)
         await until(lambda: router.linked() == 1)
         assert router.engine.health().reason == ""
         assert [entry.reach.misses for entry in router.engine.workers.fleet.entries()] == [0]

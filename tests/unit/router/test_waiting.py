@@ -198,7 +198,7 @@ def test_only_workers_that_hold_the_request_count_as_those_that_drain() -> None:
         short, long = [FakeWorker((router.address,), max_model_len=length) for length in (50, 90)]
         await fleet(short, long, router=router)
         long.draining = True
-        await long.registration.announce()
+        await long.announce()
         told = rf"every decode or unified worker that holds 83 tokens is draining \(fake @ {long.address}\)"
         with pytest.raises(Unavailable, match=told):
             await collect(router, ask("r1", 80))

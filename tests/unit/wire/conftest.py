@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from jdisagg.api.peer import ports as peer_ports
 from jdisagg.text.tokenizer import Tokenizer
 from jdisagg.transfer.tcp_store import TcpStore
+from tests.unit.ports import kept_port
 from tests.unit.text.tiny_tokenizer import train_byte_level
 from tests.unit.wire.tcp_ports import NOT_YET, Firewall
 
@@ -27,9 +27,9 @@ def store() -> Iterator[TcpStore]:
 
 
 @pytest.fixture
-def refusing() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"127.0.0.1:{server.getsockname()[1]}"
+def refusing() -> Iterator[str]:
+    with kept_port() as port:
+        yield f"127.0.0.1:{port}"
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from time import monotonic
 from typing import Any
@@ -14,12 +15,14 @@ import grpc.aio
 import pytest
 
 from jdisagg.api import channels
+from jdisagg.api.fleet import client as fleet_client
 from jdisagg.api.peer import link as peer_link
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.fleet import Member, ModelCard
 from jdisagg.core.requests import EngineRequest, Role, SamplingParams
 from jdisagg.handoff.identity import Backend, CacheGroup, Identity
 from jdisagg.kv.spec import KVSpec
+from tests.unit.ports import kept_port
 
 FAST = TransferConfig(heartbeat_s=0.05, dead_after_s=0.5)  # shorter ones break when the machine is busy
 IMPATIENT = replace(FAST, lease_s=1.0)  # a worker that is alone is evicted after a lease
@@ -28,11 +31,12 @@ RUN_LIMIT_S, WAIT_LIMIT_S = 120.0 * PATIENCE, 30.0 * PATIENCE  # only what hangs
 LONGEST_TURN_S = 0.05
 PATIENT = {"grpc.min_reconnect_backoff_ms": round(WAIT_LIMIT_S * 1000)}
 _servers: list[grpc.aio.Server] = []
+_ports = ExitStack()  # of them: nobody else gets one before the test has ended
 
 
 def run_quiet(body: Coroutine[Any, Any, None], limit_s: float = RUN_LIMIT_S, *, patient: bool = True) -> None:
-    """Run `body` and assert that no task and no thread outlives it. `patient`: connections and Hellos have more than their
-    second, which a machine may stand still for."""
+    """Run `body` and assert that no task and no thread outlives it. `patient`: connections, Hellos and heartbeats
+    to routers have more than their second, which a machine may stand still for."""
 
     async def main() -> None:
         try:
@@ -42,6 +46,7 @@ def run_quiet(body: Coroutine[Any, Any, None], limit_s: float = RUN_LIMIT_S, *, 
             for server in _servers:  # those a failing test left: they would break the tests after it
                 await server.stop(0)
             _servers.clear()
+            _ports.close()
         await asyncio.sleep(0.05)
         mine, left = {asyncio.current_task()}, lambda: f"left: {asyncio.all_tasks()}"
         assert await until(lambda: asyncio.all_tasks() <= mine, 10.0, left) < 0.5, left()
@@ -51,6 +56,7 @@ def run_quiet(body: Coroutine[Any, Any, None], limit_s: float = RUN_LIMIT_S, *, 
         if patient:
             patch.setattr(channels, "_CHANNEL_OPTIONS", tuple((dict(channels._CHANNEL_OPTIONS) | PATIENT).items()))
             patch.setattr(peer_link, "HELLO_TIMEOUT_S", WAIT_LIMIT_S)
+            patch.setattr(fleet_client, "RPC_TIMEOUT_S", WAIT_LIMIT_S)
         asyncio.run(main(), debug=False)
     assert {thread for thread in threading.enumerate() if not thread.daemon} <= before
 
@@ -86,7 +92,7 @@ async def start_server(
 ) -> tuple[grpc.aio.Server, str]:
     server = channels.make_server()
     add(server)
-    address = channels.bind(server, host, port)
+    address = channels.bind(server, host, port or _ports.enter_context(kept_port(host)))
     await server.start()
     _servers.append(server)
     return server, address

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import socket
 from collections.abc import Iterator
 
 import pytest
 
 from jdisagg.handoff.messages import Accepted, HandoffId
+from tests.unit.ports import kept_port
 from tests.unit.router.fakes import FakeWorker
 from tests.unit.wire.peers import Decode, Prefill, opening
 from tests.unit.wire.rig import identity, run_quiet, until
@@ -27,10 +27,11 @@ def _nobody_searches_for_garbage() -> Iterator[None]:
     gc.enable()
 
 
-def nobody() -> str:
+@pytest.fixture
+def nobody() -> Iterator[str]:
     """An address at which nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"127.0.0.1:{server.getsockname()[1]}"
+    with kept_port() as port:
+        yield f"127.0.0.1:{port}"
 
 
 async def callers(address: str) -> int:
@@ -48,9 +49,9 @@ async def callers(address: str) -> int:
     return num_callers
 
 
-def test_of_peers_that_were_not_there_nothing_is_left() -> None:
+def test_of_peers_that_were_not_there_nothing_is_left(nobody: str) -> None:
     async def body() -> None:
-        d, address = Decode(), nobody()
+        d, address = Decode(), nobody
         for serial in range(TIMES):
             handoff = HandoffId("r", serial)
             d.client.open(address, handoff, opening())
@@ -61,9 +62,9 @@ def test_of_peers_that_were_not_there_nothing_is_left() -> None:
     run_quiet(body(), patient=False)
 
 
-def test_of_peers_that_died_nothing_is_left() -> None:
+def test_of_peers_that_died_nothing_is_left(nobody: str) -> None:
     async def body() -> None:
-        d, address = Decode(), nobody()
+        d, address = Decode(), nobody
         for serial in range(TIMES):
             p, handoff = Prefill(identity(epoch=f"epoch-{serial}")), HandoffId("r", serial)
             await p.start(port=int(address.rpartition(":")[2]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from dataclasses import replace
 
 import grpc
@@ -13,6 +12,7 @@ from jdisagg.api.peer.link import HelloFailed, PeerLink
 from jdisagg.api.peer.ports import Reached
 from jdisagg.core.errors import Unavailable
 from jdisagg.handoff.identity import Identity
+from tests.unit.ports import kept_port
 from tests.unit.wire.peers import H1, H2, Decode, Prefill, opening
 from tests.unit.wire.rig import identity, run_quiet, until
 
@@ -51,14 +51,12 @@ def test_one_that_is_not_reached_is_known_without_a_hand_off_and_asked_until_it_
 
     async def body() -> None:
         p, d = Prefill(identity()), Decode()
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))  # and does not listen
-            port = taken.getsockname()[1]
+        with kept_port() as port:
             address = f"127.0.0.1:{port}"
             telling = asyncio.create_task(tell(d, address))
             await until(lambda: d.client.is_down(address))
             await asyncio.sleep(0.3)
-        await p.start(port)
+            await p.start(port)
         await until(lambda: d.usable(address))
         assert not d.client.is_down(address)
         telling.cancel()
@@ -253,9 +251,8 @@ def test_one_is_kept_without_hand_offs_while_it_is_offered_and_forgotten_then() 
 def test_one_that_nobody_asks_again_is_not_down_for_good() -> None:
     async def body() -> None:
         d = Decode()
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))  # and does not listen
-            address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with kept_port() as port:
+            address = f"127.0.0.1:{port}"
             d.client.open(address, H1, opening())
             await until(lambda: d.ends(H1))
             assert d.client.is_doubtful(address)

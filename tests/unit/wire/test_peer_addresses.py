@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import AsyncIterator
 from time import monotonic
 
@@ -20,6 +19,7 @@ from jdisagg.core.errors import Unavailable
 from jdisagg.core.fleet import SUSPECT_S
 from jdisagg.handoff.messages import Accepted, HandoffId, StreamEnded
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
+from tests.unit.ports import kept_port
 from tests.unit.reading import read_whole
 from tests.unit.wire.peers import Decode, Prefill, opening
 from tests.unit.wire.rig import identity, run_quiet, start_server, until
@@ -145,9 +145,7 @@ def test_a_useless_answer_to_hello_ends_its_hand_offs_with_an_error_and_no_other
 
 def test_a_peer_that_was_not_reached_is_asked_last_until_it_answers():
     async def body() -> None:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))  # and does not listen
-            port = taken.getsockname()[1]
+        with kept_port() as port:
             address = f"127.0.0.1:{port}"
             p, d = Prefill(identity()), Decode()
             first, second = HandoffId("first", 1), HandoffId("second", 2)
@@ -155,7 +153,7 @@ def test_a_peer_that_was_not_reached_is_asked_last_until_it_answers():
             d.client.open(address, first, opening("first"))
             await until(lambda: d.ends(first))
             assert d.client.is_doubtful(address)
-        await p.start(port)
+            await p.start(port)
         d.client.open(address, second, opening("second"))
         await until(p.opened)
         assert not d.client.is_doubtful(address)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import socket
 
 import grpc
 import pytest
 
 from jdisagg.handoff.messages import Accepted, HandoffId
+from tests.unit.ports import kept_port
 from tests.unit.wire.peers import H1, H2, Decode, Prefill, opening
 from tests.unit.wire.rig import identity, run_quiet, until
 
@@ -42,19 +42,17 @@ def test_a_failed_question_never_ends_the_streams_beside_it(monkeypatch):
 def test_watched_peers_are_known_to_be_down_until_they_answer(monkeypatch):
     async def body() -> None:
         monkeypatch.setattr("jdisagg.api.peer.presence.PROBE_INTERVAL_S", 0.05)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        address = f"127.0.0.1:{port}"
-        p, d = Prefill(identity()), Decode()
-        assert not d.client.is_down(address)  # never asked
-        d.client.watch((address,))
-        await until(lambda: d.client.is_down(address))
-        await p.start(port)
-        await until(lambda: not d.client.is_down(address))
-        assert d.usable(address)
-        await d.client.aclose()
-        await p.server.stop(0)
+        with kept_port() as port:
+            address = f"127.0.0.1:{port}"
+            p, d = Prefill(identity()), Decode()
+            assert not d.client.is_down(address)  # never asked
+            d.client.watch((address,))
+            await until(lambda: d.client.is_down(address))
+            await p.start(port)
+            await until(lambda: not d.client.is_down(address))
+            assert d.usable(address)
+            await d.client.aclose()
+            await p.server.stop(0)
 
     run_quiet(body())
 
