@@ -5,6 +5,7 @@ JAX reads its settings from the environment, so nothing here imports it; process
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import shutil
@@ -73,6 +74,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker in item.iter_markers("covers"):
             if not 1 <= len(marker.args) <= 3:
                 raise pytest.UsageError(f"{item.nodeid}: covers(...) takes one to three ids, got {len(marker.args)}")
+
+
+@pytest.fixture
+def own_log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """The log without what is said when the tasks of earlier tests are collected."""
+    gc.collect()
+    caplog.clear()
+    return caplog
 
 
 @pytest.fixture

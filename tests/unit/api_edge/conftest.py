@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 
+import httpx
 import psutil
 import pytest
 
@@ -16,6 +17,13 @@ from tests.unit.text.tiny_tokenizer import train_byte_level
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """Byte-level BPE with BOS and a chat template."""
     return Tokenizer.from_directory(train_byte_level(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(autouse=True)
+def _patient_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of httpx wait for longer than five seconds, for which a busy machine may let a server stand."""
+    for wait in ("connect", "read", "write", "pool"):
+        monkeypatch.setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, wait, 60.0)
 
 
 @pytest.fixture

@@ -207,13 +207,14 @@ async def serving(
     client_api_key: str | None = None,
     call_format: ModelFormat | None = None,
     max_new_tokens: int | None = None,
+    port: int = 0,
 ) -> AsyncIterator[Served]:
-    """HTTP and gRPC on real sockets; on exit nothing may be left running."""
+    """HTTP (at `port`, 0 = a free one) and gRPC on real sockets; on exit nothing may be left running."""
     metrics, grammars = Metrics(), FakeGrammars()
     edge = Edge(
         engine,
         tokenizer,
-        default_deadline_s=10.0,
+        default_deadline_s=60.0,
         draw_seed=lambda: 77,
         max_new_tokens=max_new_tokens,
         metrics=metrics,
@@ -222,7 +223,7 @@ async def serving(
     )
     config = ServerConfig(api_key=api_key, client_api_key=client_api_key)
     app = make_app(edge, engine, lambda: "jdisagg_up 1\n", config)
-    server = HttpServer(app, listen(), on_refused=metrics.connections_refused.labels(port=HTTP_PORT).inc)
+    server = HttpServer(app, listen(port=port), on_refused=metrics.connections_refused.labels(port=HTTP_PORT).inc)
     await server.start()
     grpc_server = channels.make_server()
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), grpc_server)
@@ -230,7 +231,7 @@ async def serving(
     await grpc_server.start()
     url = f"http://{server.address}"
     async with (
-        AsyncOpenAI(base_url=f"{url}/v1", api_key=api_key or "none", max_retries=0, timeout=10.0) as client,
+        AsyncOpenAI(base_url=f"{url}/v1", api_key=api_key or "none", max_retries=0, timeout=60.0) as client,
         grpc.aio.insecure_channel(grpc_address) as channel,
     ):
         stub = generation_pb2_grpc.GenerationServiceStub(channel)

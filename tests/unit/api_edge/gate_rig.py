@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import pytest
@@ -29,13 +29,16 @@ def pid_of(gate: GrammarGate) -> int:
     return process.pid
 
 
-async def begun(gate: GrammarGate, asking: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """What asks about a grammar, which the checker has said that it compiles."""
+async def begun(gate: GrammarGate, asking: Coroutine[Any, Any, T], then: Callable[[], None] = lambda: None) -> asyncio.Task[T]:
+    """What asks about a grammar, which the checker has said that it compiles; in that moment `then` is called."""
     checker, said = gate._checker, list[bytes]()
     read = checker._read
 
     def noted() -> bytes:
         said.append(read())
+        if said[-1] == b"{}\n":
+            checker._read = read  # type: ignore[method-assign]
+            then()
         return said[-1]
 
     checker._read = noted  # type: ignore[method-assign]

@@ -68,6 +68,7 @@ def is_refusal(head: bytes, body: bytes) -> bool:
     return "too many connections" in json.loads(body)["error"]["message"]
 
 
+@pytest.mark.usefixtures("own_log")
 def test_connections_beyond_a_share_of_the_descriptors_are_refused_and_others_live_on(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -106,7 +107,7 @@ def test_a_full_server_still_answers_its_probes(tokenizer: Tokenizer, monkeypatc
 def test_a_spare_connection_that_asks_nothing_makes_room_for_a_probe(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "SPARE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(protocol, "SPARE_TIMEOUT_S", 3.0)
 
     async def check() -> None:
         async with full(tokenizer, monkeypatch) as server:

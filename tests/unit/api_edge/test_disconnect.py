@@ -20,6 +20,7 @@ from jdisagg.api.http import connection, protocol, server
 from jdisagg.api.listening import listen
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, Served, run, serving
+from tests.unit.ports import kept_port
 
 ANSWER = "the quick brown fox " * 8
 
@@ -116,18 +117,19 @@ def test_one_client_going_away_leaves_the_others_alone(tokenizer: Tokenizer) -> 
 
 
 def test_stopping_the_server_ends_streams_and_frees_the_port(tokenizer: Tokenizer) -> None:
-    async def check() -> None:
+    async def check(port: int) -> None:
         engine = FakeEngine(tokenizer, ANSWER)
         engine.delay_s = 60.0
-        async with serving(engine, tokenizer) as served:
+        async with serving(engine, tokenizer, port=port) as served:
             _, writer = await _send(served, "/v1/completions", {"prompt": "hi", "stream": True})
             await _until_live(served, 1)
             writer.close()
-            port = served.port
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", port)) != 0
+        listen(port=port).close()
 
-    run(check())
+    with kept_port() as port:
+        run(check(port))
 
 
 @pytest.mark.parametrize("stream", [True, False])

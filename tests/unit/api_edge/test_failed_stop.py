@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 from jdisagg.api.http import server
 from jdisagg.api.listening import listen
 from tests.unit.api_edge.fakes import run
+from tests.unit.ports import kept_port
 
 
 @pytest.mark.parametrize("failing", ["on_tick", "shutdown"])
@@ -28,8 +29,8 @@ def test_a_server_that_failed_leaves_no_connection_when_it_stops_and_says_so_onc
     async def fail(*_: object, **__: object) -> bool:
         raise OSError("it fails")
 
-    async def check() -> None:
-        loop, served = asyncio.get_running_loop(), server.HttpServer(never, listen())
+    async def check(port: int) -> None:
+        loop, served = asyncio.get_running_loop(), server.HttpServer(never, listen(port=port))
         await served.start()
         with socket.socket() as client:
             client.setblocking(False)
@@ -44,4 +45,5 @@ def test_a_server_that_failed_leaves_no_connection_when_it_stops_and_says_so_onc
             await asyncio.wait_for(asyncio.open_connection(served.host, served.port), 10.0)
         await served.stop(0.0)
 
-    run(check())
+    with kept_port() as port:
+        run(check(port))

@@ -101,7 +101,7 @@ def test_a_refused_call_leaves_nothing_to_the_garbage_collector(tokenizer: Token
                         await _collect(served, text="the quick")
                 engine.refusal = None
                 await until(
-                    lambda: len(living(EngineRequest, grpc.aio.AbortError)) == len(earlier)
+                    lambda: len(living(EngineRequest, grpc.aio.AbortError)) <= len(earlier)
                 )  # the last call may still run
             finally:
                 gc.enable()
@@ -126,7 +126,7 @@ def test_a_call_that_is_left_leaves_nothing_to_the_garbage_collector(tokenizer: 
                     del call
                 await served.wait_idle()
                 engine.requests.clear()
-                await until(lambda: len(living(EngineRequest)) == len(earlier))
+                await until(lambda: len(living(EngineRequest)) <= len(earlier))
             finally:
                 gc.enable()
 
@@ -337,12 +337,15 @@ def test_a_deadline_of_the_client_reaches_the_engine(tokenizer: Tokenizer) -> No
         engine = FakeEngine(tokenizer, ANSWER)
         engine.delay_s = 60.0
         async with serving(engine, tokenizer) as served:
-            call = served.stub.Generate(generation_pb2.GenerateRequest(text="x"), timeout=0.3)
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await call.read()
-            assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            number = 0
+            while not engine.requests:  # a machine that stands still may let one end before it is there
+                number += 1
+                call = served.stub.Generate(generation_pb2.GenerateRequest(text="x"), timeout=0.3 * number)
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call.read()
+                assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
             await served.wait_idle()
-            assert len(engine.cancelled) == 1
+            assert len(engine.cancelled) == len(engine.requests)
 
     run(check())
 

@@ -16,7 +16,7 @@ from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Grammar
 from jdisagg.text.bad_words import without
 from jdisagg.text.grammar_checker import MOST_S
-from tests.unit.api_edge.gate_rig import ENDLESS, GOOD, passed, pid_of, refused
+from tests.unit.api_edge.gate_rig import ENDLESS, GOOD, begun, passed, pid_of, refused
 from tests.unit.text.grammar_rig import demo_vocabulary, lark, regex, schema
 from tests.unit.wire.rig import run_quiet, until
 
@@ -158,8 +158,9 @@ def test_who_waits_no_longer_ends_the_check_for_nobody_else_and_leaves_its_answe
     async def body() -> None:
         gate = GrammarGate(demo_vocabulary(), Metrics())
         await gate.prepare(GOOD[0])
-        one, other = (asyncio.create_task(gate.prepare(ENDLESS)) for _ in range(2))
-        await asyncio.sleep(0.2)
+        one = await begun(gate, gate.prepare(ENDLESS))
+        other = asyncio.create_task(gate.prepare(ENDLESS))
+        await asyncio.sleep(0)
         one.cancel()
         next_one = asyncio.create_task(gate.prepare(regex("(")))
         await asyncio.sleep(0)
@@ -197,7 +198,7 @@ def test_more_than_so_many_new_grammars_at_once_are_told_to_come_again(impatient
         gate = GrammarGate(demo_vocabulary(), Metrics())
         await gate.prepare(GOOD[0])
         tasks = [asyncio.create_task(gate.prepare(grammar)) for grammar in (ENDLESS, *GOOD[1:MOST_WAITING])]
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
         with pytest.raises(Overloaded, match="send the request again") as error:
             await gate.prepare(GOOD[MOST_WAITING])
         assert error.value.retry_after_s == MOST_S

@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -46,9 +47,11 @@ def test_a_deadline_passes_while_a_grammar_is_checked(tokenizer: Tokenizer) -> N
 
 
 def test_a_check_that_fails_when_nobody_waits_any_more_leaves_no_traceback(
-    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(grammar_gate, "_COMMAND", (sys.executable, "-c", "import time; time.sleep(1.0)"))
+    late = tmp_path / "late"
+    code = f"import os, time\nwhile not os.path.exists({str(late)!r}): time.sleep(0.05)"
+    monkeypatch.setattr(grammar_gate, "_COMMAND", (sys.executable, "-c", code))
 
     async def body() -> None:
         gate = GrammarGate(demo_vocabulary(), Metrics())
@@ -56,6 +59,7 @@ def test_a_check_that_fails_when_nobody_waits_any_more_leaves_no_traceback(
         with pytest.raises(DeadlineExceeded):
             await edge.admit(request(GOOD[0], 0.1))
         assert gate._checks
+        late.touch()
         await until(lambda: not gate._checks)
         gc.collect()
         await gate.aclose()

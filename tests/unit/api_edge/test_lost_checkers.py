@@ -53,9 +53,7 @@ def test_a_grammar_in_whose_middle_something_else_kills_the_checker_may_come_aga
     async def body() -> None:
         gate = GrammarGate(demo_vocabulary(), Metrics())
         await gate.prepare(GOOD[0])
-        asked = await begun(gate, gate.prepare(SLOW))
-        assert not asked.done()
-        os.kill(pid_of(gate), number)
+        asked = await begun(gate, gate.prepare(SLOW), lambda: os.kill(pid_of(gate), number))
         with pytest.raises(
             Unavailable, match=r"^grammars cannot be checked, .*something else ended it; send the request again"
         ):
@@ -66,6 +64,7 @@ def test_a_grammar_in_whose_middle_something_else_kills_the_checker_may_come_aga
     run_quiet(body())
 
 
+@pytest.mark.usefixtures("own_log")
 @pytest.mark.parametrize(
     ("command", "why"),
     [
@@ -166,8 +165,7 @@ def test_a_grammar_that_the_machine_had_no_time_for_may_come_later(monkeypatch: 
     async def body() -> None:
         gate = GrammarGate(demo_vocabulary(), Metrics())
         await gate.prepare(GOOD[0])
-        asked = await begun(gate, gate.prepare(ENDLESS))
-        os.kill(pid_of(gate), signal.SIGSTOP)
+        asked = await begun(gate, gate.prepare(ENDLESS), lambda: os.kill(pid_of(gate), signal.SIGSTOP))
         with pytest.raises(Unavailable, match=r"grammars cannot be checked, .* no time to within 2 s"):
             await asked
         monkeypatch.undo()

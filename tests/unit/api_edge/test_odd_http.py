@@ -17,6 +17,7 @@ WHOLE = b"content-length: 17\r\n\r\n" + BODY
 CHUNKED = b"transfer-encoding: chunked\r\n\r\n8\r\n" + BODY[:8] + b"\r\n9\r\n" + BODY[8:] + b"\r\n0\r\n\r\n"
 
 
+@pytest.mark.usefixtures("own_log")
 @pytest.mark.parametrize("pieces", [1, 2, 40], ids=["at once", "head and body", "byte by byte"])
 @pytest.mark.parametrize("content", [WHOLE, CHUNKED], ids=["length", "chunked"])
 def test_a_request_that_offers_http_2_is_answered_in_http_1(
@@ -95,6 +96,7 @@ def test_a_connection_on_which_something_came_behind_its_answer_ends_nevertheles
     run(check())
 
 
+@pytest.mark.usefixtures("own_log")
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("apart", [True, False])
 def test_a_client_that_goes_away_with_requests_behind_the_first_cancels_it(

@@ -211,7 +211,7 @@ def test_what_a_router_refuses_leaves_nothing_to_the_garbage_collector(tokenizer
                 for _ in range(5):
                     with pytest.raises(grpc.aio.AioRpcError, match="full"):
                         await stub.Generate(generation_pb2.GenerateRequest(text="the quick")).read()
-                await until(lambda: len(living(Flight, Job)) == len(earlier))  # the last call may still be about to end
+                await until(lambda: len(living(Flight, Job)) <= len(earlier))  # the last call may still be about to end
             finally:
                 gc.enable()
         await worker.die()

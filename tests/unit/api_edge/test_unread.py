@@ -13,6 +13,7 @@ from jdisagg.api import unread
 from jdisagg.api.unread import Reader
 from jdisagg.v1 import generation_pb2
 from tests.unit.api_edge.fakes import run
+from tests.unit.wire.rig import until
 
 MESSAGE = generation_pb2.GenerateResponse(request_id="r")
 
@@ -62,8 +63,10 @@ def test_a_message_that_waits_too_long_is_not_taken_and_its_task_goes_on() -> No
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_call_that_is_cancelled_while_it_writes_is_cancelled(is_late: bool) -> None:
+def test_a_call_that_is_cancelled_while_it_writes_is_cancelled(is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in the moment in which its client is too late."""
+
+    monkeypatch.setattr(unread, "UNREAD_TIMEOUT_S", 60.0)  # it is late when the test says so
 
     async def check() -> None:
         context = Context()
@@ -86,17 +89,23 @@ def test_a_call_that_is_cancelled_while_it_writes_is_cancelled(is_late: bool) ->
 
 
 def test_a_later_message_may_wait_as_long_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unread, "UNREAD_TIMEOUT_S", 1.0)
+    now_s, looks, look = [100.0], list[float](), Reader._look
+    monkeypatch.setattr(unread, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(Reader, "_look", lambda reader: (looks.append(now_s[0]), look(reader))[1])
 
     async def check() -> None:
         context = Context()
         context.takes.set()
         with context.reader() as reader:
             assert await reader.takes(MESSAGE)
-            await asyncio.sleep(0.6)
+            now_s[0] += 0.15
             context.takes.clear()
-            asyncio.get_running_loop().call_later(0.6, context.takes.set)
-            assert await reader.takes(MESSAGE), "the timer was set for the first"
+            writing = asyncio.create_task(reader.takes(MESSAGE))
+            await asyncio.sleep(0)
+            now_s[0] += 0.1
+            await until(lambda: looks)  # the timer that was set for the first
+            context.takes.set()
+            assert await writing
             assert num_timers() == 2
         assert num_timers() == 1, "that of the test"
 

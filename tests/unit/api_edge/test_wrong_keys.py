@@ -38,6 +38,7 @@ def ask(app: _ApiKeyGuard, key: str) -> int:
     return answers[0]["status"]
 
 
+@pytest.mark.usefixtures("own_log")
 def test_a_wrong_key_is_one_line_a_minute_with_the_number_of_the_others_and_without_the_key(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

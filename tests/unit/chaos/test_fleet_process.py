@@ -52,7 +52,7 @@ def test_ready_is_seen_behind_a_line_that_a_library_wrote_in_the_same_moment(
     monkeypatch.setattr(sys, "executable", str(program))
     one = FleetProcess(log=tmp_path / "log")
     try:
-        assert one.wait_ready(5.0) == ready
+        assert one.wait_ready(LIMIT_S) == ready
     finally:
         one.close()
 

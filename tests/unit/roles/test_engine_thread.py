@@ -137,7 +137,7 @@ def test_a_process_that_was_stopped_blames_no_step(
         watchdog.stop()
 
 
-@pytest.mark.parametrize(("stood_s", "dead_after_s", "is_told"), [(1.5, 1.0, True), (1.5, 3.0, False), (6.0, 10.0, True)])
+@pytest.mark.parametrize(("stood_s", "dead_after_s", "is_told"), [(1.5, 1.0, True), (1.5, 5.0, False), (6.0, 10.0, True)])
 def test_a_process_that_stood_still_for_as_long_as_makes_it_dead_says_so(
     stood_s: float, dead_after_s: float, is_told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

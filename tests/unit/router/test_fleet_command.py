@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+from time import monotonic
 from typing import Any
 
 import grpc.aio
@@ -128,6 +129,7 @@ def test_list_names_below_the_table_who_was_lost_and_not_who_has_left_or_is_back
         await until(lambda: len(router.engine.workers.members()) == 3)
         await until(lambda: role is Role.PREFILL or router.linked() == 3)
         await leave(router, leaves)
+        began_s = monotonic()
         await dies.die()
         await until(lambda: len(router.engine.workers.members()) == 1)
         assert await run("list", "--router", router.address) == 0
@@ -135,12 +137,12 @@ def test_list_names_below_the_table_who_was_lost_and_not_who_has_left_or_is_back
         assert row.split()[1] == stays.address
         why = "its heartbeats stopped" if role is Role.PREFILL else "its stream broke \\(.+\\)|it closed its stream"
         assert len(below) == 1
-        assert re.fullmatch(rf"lost \d s ago: {role.value} fake @ {dies.address}, ({why})", below[0])
+        assert re.fullmatch(rf"lost \d+ s ago: {role.value} fake @ {dies.address}, ({why})", below[0])
         assert await run("list", "--router", router.address, "--json") == 0
         [lost] = json.loads(capsys.readouterr().out)["lost"]
         assert (lost["role"], lost["worker"]) == (role.value, f"fake @ {dies.address}")
         assert re.fullmatch(why, lost["why"])
-        assert 0 <= int(lost["ago_ms"]) < 10_000
+        assert 0 <= int(lost["ago_ms"]) <= 1000 * (monotonic() - began_s)
         await dies.start(dies.port)
         await until(lambda: len(router.engine.workers.members()) == 2)
         await until(lambda: role is Role.PREFILL or router.linked() == 2)

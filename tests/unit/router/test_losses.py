@@ -12,7 +12,7 @@ from jdisagg.router.worker_news import LOSS_OF
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.rig import fleet, stop
 from tests.unit.router.test_silence import mute_worker
-from tests.unit.wire.rig import run_quiet, until
+from tests.unit.wire.rig import IMPATIENT, run_quiet, until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -42,7 +42,7 @@ def test_a_worker_that_dies_is_one_loss_however_often_it_is_tried_again() -> Non
 
 def test_a_prefill_worker_whose_heartbeats_stop_is_lost() -> None:
     async def body() -> None:
-        router = await Router().start()
+        router = await Router(config=IMPATIENT).start()
         worker = await FakeWorker((router.address,), Role.PREFILL).start()
         await until(lambda: router.engine.workers.members() != [])
         await worker.die()

@@ -14,7 +14,7 @@ from jdisagg.router.entry import Entry
 from jdisagg.router.fleet import Fleet
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.test_late_registrations import MEMBER
-from tests.unit.wire.rig import member, run_quiet, until
+from tests.unit.wire.rig import IMPATIENT, member, run_quiet, until
 
 LOAD = Load(running=3, waiting=2, pending_prefill_tokens=70)
 
@@ -108,7 +108,7 @@ def test_a_bug_in_one_look_at_the_workers_does_not_end_the_looking(
     monkeypatch.setattr(workers, "AFTER_BUG_S", 0.05)
 
     async def body() -> None:
-        router = await Router().start()
+        router = await Router(config=IMPATIENT).start()
         worker = await FakeWorker((router.address,), Role.PREFILL).start()
         await until(router.engine.workers.members)
         evict, failed = router.engine.workers.fleet.evict, asyncio.Event()

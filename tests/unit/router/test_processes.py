@@ -61,6 +61,7 @@ def test_a_stream_goes_on_within_about_a_second(how):
         async with serving() as (router, (process,)):
             asked, outputs, task = await streaming(router)
             heir = await FakeWorker((router.address,), config=TransferConfig()).start()
+            await until(lambda: router.linked() == 2)
             process.send_signal(how)
             assert await until(lambda: heir.engine.live) < 1.6
             rush(heir)

@@ -10,7 +10,7 @@ from jdisagg.router import workers
 from scripts.chaos_kit.proxy import Proxy
 from tests.unit.router.fakes import FakeWorker, Router, expected
 from tests.unit.router.rig import ask, collect, stop, tokens
-from tests.unit.wire.rig import run_quiet, until
+from tests.unit.wire.rig import RUN_LIMIT_S, run_quiet, until
 
 
 def test_a_stream_that_is_reset_is_opened_again_at_once_and_no_death(monkeypatch) -> None:
@@ -24,7 +24,7 @@ def test_a_stream_that_is_reset_is_opened_again_at_once_and_no_death(monkeypatch
             await worker.start(advertised=f"127.0.0.1:{proxy.port}")
             proxy.target_port = worker.port
         await until(lambda: router.linked() == 2)
-        asked, outputs = ask("r1", max_tokens=5000), list[Output]()
+        asked, outputs = ask("r1", max_tokens=10_000, left_s=RUN_LIMIT_S), list[Output]()
         stream = asyncio.create_task(collect(router, asked, outputs))
         for attempt in range(3):  # two deaths would fail it
             await until(lambda: tokens(outputs) and sum("r1" in worker.engine.live for worker in there) == 1)

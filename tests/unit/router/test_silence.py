@@ -20,6 +20,7 @@ from tests.unit.router.rig import ask, assert_whole, collect, fleet, stop
 from tests.unit.wire.rig import FAST, member, run_quiet, until
 
 pytestmark = pytest.mark.timeout(120)
+LIMIT_S = 90.0
 
 
 def decoders(*addresses: str, **fields: object) -> tuple[Fleet, list[Entry]]:
@@ -178,7 +179,7 @@ def test_a_router_that_stood_still_says_so(caplog: pytest.LogCaptureFixture) -> 
 def test_a_request_outlives_several_silences(num_silent: int) -> None:
     async def body() -> None:
         router = await Router().start()
-        asked = ask("r1")
+        asked = ask("r1", left_s=LIMIT_S)
         worker = await mute_worker(router)
         task = asyncio.create_task(collect(router, asked))
         for number in range(num_silent):
@@ -192,14 +193,14 @@ def test_a_request_outlives_several_silences(num_silent: int) -> None:
         assert router.engine._replays.num_quarantined(time.monotonic()) == 0
         await stop(router, heir)
 
-    run_quiet(body(), limit_s=90.0)
+    run_quiet(body(), limit_s=LIMIT_S)
 
 
 def test_silence_everywhere_ends_in_quarantine() -> None:
     async def body() -> None:
         router = await Router().start()
         worker = await mute_worker(router)
-        task = asyncio.create_task(collect(router, ask("r1")))
+        task = asyncio.create_task(collect(router, ask("r1", left_s=LIMIT_S)))
         for number in range(4):
             await until(lambda w=worker: w.engine.seen, 20.0)
             await until(lambda: router.linked() == 0, 20.0)
@@ -215,14 +216,14 @@ def test_silence_everywhere_ends_in_quarantine() -> None:
             await collect(router, ask("r1"))
         await stop(router)
 
-    run_quiet(body(), limit_s=90.0)
+    run_quiet(body(), limit_s=LIMIT_S)
 
 
 def test_workers_that_come_back_are_held_against_nobody() -> None:
     async def body() -> None:
         router = await Router().start()
         worker = await mute_worker(router)
-        asked = ask("r1")
+        asked = ask("r1", left_s=LIMIT_S)
         task = asyncio.create_task(collect(router, asked))
         for attempt in range(1, 6):  # lost and back five times: two and a half deaths' worth of silence
             await until(lambda n=attempt: len(worker.engine.seen) >= n, 20.0)
@@ -233,7 +234,7 @@ def test_workers_that_come_back_are_held_against_nobody() -> None:
         assert router.engine._replays.num_quarantined(time.monotonic()) == 0
         await stop(router, heir)
 
-    run_quiet(body(), limit_s=90.0)
+    run_quiet(body(), limit_s=LIMIT_S)
 
 
 def test_a_worker_is_quiet_from_its_last_word_on_however_long_that_takes_to_notice() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
 
 import pytest
@@ -35,7 +36,7 @@ def test_a_slow_request_is_logged_with_its_wait_for_a_worker(
     assert len(told) == is_told
     for line in told:
         assert line.startswith("request r1 (traceparent 00-1): length, 5 tokens in ")
-        assert [word for word in ("queue", "prefill", "decode") if f"{word} 0." in line] == ["queue", "prefill", "decode"]
+        assert re.search(r"queue \d+\.\d+, prefill \d+\.\d+, decode \d+\.\d+", line)
         assert "queue 0.000" not in line
         assert line.endswith(f"; on decode worker fake @ {address[0]}")
 

@@ -27,6 +27,7 @@ def test_a_lost_workers_requests_do_not_hold_up_the_loop(monkeypatch: pytest.Mon
         asked = [ask(f"r{number}", max_tokens=600, left_s=RUN_LIMIT_S) for number in range(NUM)]
         calls = [asyncio.create_task(collect(router, each)) for each in asked]
         await until(lambda: len(first.engine.live) == NUM)
+        first.engine.frozen = True  # nobody ends before they are lost
         second = await FakeWorker((router.address,)).start()
         await until(lambda: router.linked() == 2)
         placed.clear()

@@ -39,6 +39,7 @@ class Members:
         return []
 
 
+@pytest.mark.usefixtures("own_log")
 def test_a_watched_peer_is_asked_again_after_an_error_that_nobody_expected(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -66,6 +67,7 @@ def test_a_watched_peer_is_asked_again_after_an_error_that_nobody_expected(
     run_quiet(body())
 
 
+@pytest.mark.usefixtures("own_log")
 @pytest.mark.parametrize("broken", ["state", "on_prefill"])
 def test_a_worker_registers_again_after_an_error_that_nobody_expected(
     broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

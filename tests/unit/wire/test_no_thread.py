@@ -20,7 +20,7 @@ from tests.unit.wire.peers import Prefill
 from tests.unit.wire.rig import identity, run_quiet
 from tests.unit.wire.test_swallowed import watched_reads
 
-LONG_S = 20.0
+LONG_S = 80.0
 NO_THREAD = "can't start new thread"
 
 

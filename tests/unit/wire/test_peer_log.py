@@ -156,6 +156,7 @@ def test_the_log_says_when_a_peer_that_was_down_is_there_and_does_not_pair(
     run_quiet(body())
 
 
+@pytest.mark.usefixtures("own_log")
 def test_a_bug_that_ends_a_stream_is_in_the_log_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
     async def buggy(*_: object) -> None:
         raise ValueError("a bug")

@@ -100,8 +100,6 @@ def test_behind_a_better_backend_a_port_costs_no_wait_and_is_believed_until_it_f
 
 
 def test_what_a_hand_off_did_not_reach_is_left_out_for_a_while_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_ports, "AGAIN_S", 0.3)
-
     async def body() -> None:
         ports, agreed = PeerPorts(), ("jax", "grpc")
         theirs = identity(backends=(Backend(name="jax"), GRPC))
@@ -111,6 +109,7 @@ def test_what_a_hand_off_did_not_reach_is_left_out_for_a_while_and_tried_again(m
         assert await ports.reach(theirs, ("jax",)) == Reached(("jax",), (Unreachable("jax", "", "timed out"),)), "the only one"
         assert await ports.reach(theirs, ("grpc",)) == Reached(("grpc",)), "it was not agreed on"
         assert await ports.reach(replace(theirs, epoch="another process"), agreed) == Reached(agreed)
+        monkeypatch.setattr(peer_ports, "AGAIN_S", 0.1)
         ports.unreached("jax", "timed out")
         while (await ports.reach(replace(theirs, epoch="another process"), agreed)) != Reached(agreed):
             await asyncio.sleep(0.01)
@@ -232,7 +231,8 @@ def test_a_firewall_costs_hand_offs_a_moment_and_it_is_tried_again(firewall: Fir
             if reached.unreachable:
                 break
             assert reached == Reached(("grpc",), pending=("tcp",))
-        assert sorted(waited_s)[len(waited_s) // 2] < 0.1, "one waits for PATIENCE_S, the others for nothing"
+        others_s = sorted(waited_s[1:])
+        assert not others_s or others_s[len(others_s) // 2] < 0.1, "one waits for PATIENCE_S, the others for nothing"
         while not (reached := await ports.reach(theirs, agreed)).unreachable:
             await asyncio.sleep(0.01)
         assert reached == Reached(("grpc",), (Unreachable("tcp", "127.0.0.1:1", "no answer within 2 s"),))

@@ -145,8 +145,8 @@ def test_what_a_loop_that_was_held_up_has_not_heard_of_is_not_late(monkeypatch: 
 
 @pytest.mark.parametrize("takes_s", [0.0, 0.3])
 def test_of_a_call_whose_request_has_come_nothing_is_kept(takes_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(late_request, "SLOW_S", 0.1)
-    monkeypatch.setattr(late_request, "LATE_S", 10.0)
+    monkeypatch.setattr(late_request, "SLOW_S", 0.1 if takes_s else 10.0)
+    monkeypatch.setattr(late_request, "LATE_S", 20.0)
 
     async def check() -> None:
         slow = SlowRequests()

@@ -34,12 +34,12 @@ def test_a_peer_tells_it_with_every_hello_and_that_counts_for_a_while(monkeypatc
 
 def test_a_hand_off_that_needs_no_hello_makes_what_was_said_no_younger(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
-        monkeypatch.setattr("jdisagg.api.peer.book.SPEED_S", 0.3)
         p, d = Prefill(identity()), Decode()
         address = await p.start()
         monkeypatch.setattr(p.service, "_speed", lambda: Speed(1.0, 2.0))
         d.client.open(address, H1, opening())
         await until(lambda: d.client.speed(address) == Speed(1.0, 2.0))
+        monkeypatch.setattr("jdisagg.api.peer.book.SPEED_S", 0.3)
         await until(lambda: d.client.speed(address) is None)
         d.client.open(address, H2, opening())
         await until(lambda: len(p.opened()) == 2)

@@ -57,6 +57,7 @@ def test_watched_peers_are_known_to_be_down_until_they_answer(monkeypatch):
     run_quiet(body())
 
 
+@pytest.mark.usefixtures("own_log")
 @pytest.mark.parametrize("fails", ["grpc.aio._channel.Channel.close", "jdisagg.api.peer.link.open_channel"])
 def test_a_connection_that_cannot_be_replaced_does_not_end_the_questions(
     fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
