@@ -82,9 +82,9 @@ class Workers:
             raise Unavailable("the router is ending; register again when it is back")
         others = [other for other in self.fleet.members() if other.address != member.address]
         self.entrance.check(member, others, monotonic())
-        self._excuse()
+        now_s = self._excuse()
         known = self.fleet.process(member.address, member.epoch) is not None
-        old = self.fleet.register(member, monotonic())
+        old = self.fleet.register(member, now_s)
         if not known and not member.decodes:
             self._news.registered(member)
         if old is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
-from time import monotonic
 from typing import Any
 
 from jdisagg.core.config import LocalPrefill, TransferConfig
@@ -72,7 +71,7 @@ def make_decoder(
     number: int,
     dtype: str,
     slow_request_s: float,
-    clock: Callable[[], float] = monotonic,
+    clock: Callable[[], float],
     **engine: Any,
 ) -> Decoder:
     """Decode worker `number`, which gets its KV from the worker behind `prefill`."""
@@ -117,11 +116,13 @@ class World:
         dtypes: tuple[str, str] = ("float32", "float32"),
         num_decode: int = 1,
         backends: tuple[str, ...] = ("fake",),
-        clock: Callable[[], float] = monotonic,
+        clock: Callable[[], float] | None = None,
         **decode: Any,
     ) -> None:
         """`below_tokens`: prompts of fewer never leave D. `dtypes`: of P's and of D's KV, as they say; `want_min_tokens` 0: D
-        lends and P never asks; `backends`: of P, best first; `decode`: settings of the decode engines."""
+        lends and P never asks; `backends`: of P, best first; `clock` None: no time passes within a tick; `decode`: settings of
+        the decode engines."""
+        clock = clock or (lambda: self.now_s)
         policy = LocalPrefill.ON_FAILURE if local_prefill else LocalPrefill.NEVER
         config = TransferConfig(
             transfer_chunk_tokens=CHUNK_TOKENS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import time
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 from jdisagg.core.errors import AddressTaken, Unavailable
 from jdisagg.core.fleet import Load, Member, Report
 from jdisagg.core.requests import Output, Role, SamplingParams
+from jdisagg.router import workers
 from jdisagg.router.fleet import Fleet
 from tests.unit.router.fakes import FakeWorker, Router, expected
 from tests.unit.router.rig import collect, tokens
@@ -79,6 +81,27 @@ def test_a_router_that_stood_still_takes_no_process_for_gone_that_it_had_no_time
         assert router.linked() == 1
         await worker.die()
         await until(is_registered)
+        await router.stop()
+
+    run_quiet(body())
+
+
+def test_a_router_that_stands_still_as_it_takes_a_registration_in_takes_no_process_for_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between any two of its looks at a clock."""
+
+    async def body() -> None:
+        router = await Router().start()
+        worker = await FakeWorker((router.address,), Role.PREFILL).start()
+        await until(router.engine.workers.members)
+        (known,) = router.engine.workers.members()
+        looks = itertools.count(step=2 * FAST.dead_after_s)
+        with monkeypatch.context() as patch:
+            patch.setattr(workers, "monotonic", lambda: monotonic() + next(looks))
+            with pytest.raises(AddressTaken):
+                router.engine.workers.register(replace(known, epoch="other"))
+        await worker.die()
         await router.stop()
 
     run_quiet(body())
