@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from time import monotonic, sleep
+from time import sleep
 from types import FrameType
 
 import jax
@@ -44,7 +44,7 @@ COMPANIONS = (
     "chat_template.json",
     "LICENSE",
 )
-SETTLED_S, GIVE_UP_S = 0.5, 5.0
+LOOK_S, SETTLED_LOOKS, MOST_LOOKS = 0.05, 10, 100
 
 
 def convert(source: Path, output: Path, *, dtype: str | None) -> None:
@@ -128,15 +128,16 @@ def _tidy_when_told() -> Iterator[None]:
 
 
 def _remove(directory: Path) -> None:
-    """With what threads of a save that failed still write; gives up after GIVE_UP_S."""
-    now_s = monotonic()
-    give_up_s, settled_s = now_s + GIVE_UP_S, now_s + SETTLED_S
-    while now_s < min(give_up_s, settled_s):
+    """With what threads of a save that failed still write: until it is gone at SETTLED_LOOKS in a row, or after MOST_LOOKS.
+    Looks are counted, not seconds: a process that stands still gives those threads no turn, either."""
+    num_gone = 0
+    for _ in range(MOST_LOOKS):
         if directory.exists():
             shutil.rmtree(directory, ignore_errors=True)
-            settled_s = monotonic() + SETTLED_S
-        sleep(0.01)
-        now_s = monotonic()
+            num_gone = 0
+        elif (num_gone := num_gone + 1) == SETTLED_LOOKS:
+            return
+        sleep(LOOK_S)
 
 
 def _unwritable(output: Path, why: str) -> ConfigError:

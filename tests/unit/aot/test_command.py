@@ -75,7 +75,7 @@ def test_a_process_answers_with_a_table_json_and_its_exit_status(topology: str, 
     model = str(MODELS / "llama3-8b.json")
     flags = ["--model", model, "--topology", topology, "--no-compile", "--json", str(file)]
     done = subprocess.run(
-        [sys.executable, "-m", "jdisagg.aot", *flags], env=os.environ, capture_output=True, text=True, timeout=150, check=False
+        [sys.executable, "-m", "jdisagg.aot", *flags], env=os.environ, capture_output=True, text=True, timeout=300, check=False
     )
     assert (done.returncode, done.stderr) == (status, "")
     answer = json.loads(file.read_text())

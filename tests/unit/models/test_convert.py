@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -21,7 +21,10 @@ from jdisagg.core.errors import ConfigError, NotFetched
 from jdisagg.models.load import LoadedModel, load_model
 from jdisagg.models.resolve import generation_defaults
 from jdisagg.models.sharding import make_mesh
-from tests.unit.models.conftest import CONFIG, write_model
+from jdisagg.models.spec import ModelSpec
+from tests.unit.models.conftest import CONFIG, tensors_of, write_model
+
+Process = subprocess.Popen[bytes]
 
 
 def load(directory: Path) -> LoadedModel:
@@ -113,7 +116,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(model_directory: Path, tmp_p
     command = [sys.executable, "-m", "jdisagg.convert", "--model", str(model_directory), "--output", str(tmp_path / "out")]
     # KiB of one file; bytecode is cut off there without an error, and nobody could read it afterwards
     limited = ["bash", "-c", 'ulimit -f 2; PYTHONDONTWRITEBYTECODE=1 exec "$@"', "bash", *command]
-    done = subprocess.run(limited, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(limited, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2, done.stderr
     assert "\njdisagg.convert: --output: " in "\n" + done.stderr  # beside what Orbax logs
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
@@ -139,8 +142,34 @@ sys.exit(module.main(sys.argv[1:]))
 
 def test_what_threads_of_a_failed_conversion_write_afterwards_is_removed(model_directory: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", WRITES_ON, "--model", str(model_directory), "--output", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, "cannot be written: the disk is full" in done.stderr) == (2, True), done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_threads_of_a_failed_conversion_write_on_in_a_process_that_stood_still(
+    model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It removes what they write for a while after the last of it: they had no turn in the meantime."""
+    gone: list[bool] = []
+
+    def stand_still(_: float) -> None:
+        if not gone:
+            time.sleep(1.0)
+            (tmp_path / removed / "late").mkdir(parents=True)
+        gone.append(not (tmp_path / removed).exists())
+
+    def fail(directory: Path, *_: object) -> None:
+        nonlocal removed
+        removed = directory.name
+        raise ValueError("the disk is full")
+
+    removed = ""
+    monkeypatch.setattr(module, "save_orbax", fail)
+    monkeypatch.setattr(module, "sleep", stand_still)
+    with pytest.raises(ConfigError, match="the disk is full"):
+        convert(model_directory, tmp_path / "out", dtype=None)
+    assert (gone[0], all(gone[1:])) == (False, True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
@@ -167,30 +196,28 @@ def test_a_model_without_safetensors_is_told_of_as_such(
     assert not (tmp_path / "again").exists()
 
 
-@contextmanager
-def writing(tmp_path: Path, model_directory: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A conversion of dozens of MB that is in the midst of its writing."""
+def ended_as_it_writes(tmp_path: Path, model_directory: Path, end: Callable[[Process], None]) -> tuple[int, bytes]:
+    """The status, and what it said, of a conversion of dozens of MB that is ended in the midst of its writing: one that was
+    done before `end` had its turn is no such one, and is begun again."""
     big = {**CONFIG, "hidden_size": 256, "intermediate_size": 2048, "vocab_size": 8192, "num_hidden_layers": 6}
-    (model_directory / "config.json").write_text(json.dumps(big))
-    script = (
-        "import json, sys; from pathlib import Path; from tests.unit.models import conftest as c;"
-        "from jdisagg.models.spec import ModelSpec;"
-        " d = Path(sys.argv[1]); big = json.loads((d / 'config.json').read_text());"
-        "c.write_model(d, c.tensors_of(ModelSpec.from_config(big)), **big)"
-    )
-    subprocess.run([sys.executable, "-c", script, str(model_directory)], check=True, timeout=100)
-    command = [sys.executable, "-m", "jdisagg.convert", "--model", str(model_directory), "--output", str(tmp_path / "out")]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, process_group=0) as process:
-        deadline_s = time.monotonic() + 70
-        while not list(tmp_path.glob(".out.partial-*/orbax*")) and time.monotonic() < deadline_s:
-            time.sleep(0.002)
-        yield process
+    write_model(model_directory, tensors_of(ModelSpec.from_config(big)), **big)
+    output = tmp_path / "out"
+    command = [sys.executable, "-m", "jdisagg.convert", "--model", str(model_directory), "--output", str(output)]
+    for _ in range(5):
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, process_group=0) as process:
+            while not list(tmp_path.glob(".out.partial-*/orbax*")) and process.poll() is None:
+                time.sleep(0.002)
+            end(process)
+            _, said = process.communicate(timeout=120.0)
+        if not output.exists():
+            break
+        shutil.rmtree(output)
+    return process.returncode, said
 
 
 def test_a_killed_conversion_leaves_nothing_that_loads(tmp_path: Path, model_directory: Path) -> None:
-    with writing(tmp_path, model_directory) as process:
-        os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL
+    status, _ = ended_as_it_writes(tmp_path, model_directory, lambda process: os.killpg(process.pid, signal.SIGKILL))
+    assert status == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
     partials = list(tmp_path.glob(".out.partial-*"))
     assert len(partials) == 1, "the kill came while it was writing"
@@ -199,10 +226,10 @@ def test_a_killed_conversion_leaves_nothing_that_loads(tmp_path: Path, model_dir
 
 
 def test_a_conversion_that_is_told_to_end_leaves_nothing(tmp_path: Path, model_directory: Path) -> None:
-    with writing(tmp_path, model_directory) as process:
+    def tell(process: Process) -> None:
         process.terminate()
         process.terminate()  # as whoever is impatient
-        _, said = process.communicate(timeout=60.0)
-    assert (process.returncode, said) == (128 + signal.SIGTERM, b"")
+
+    assert ended_as_it_writes(tmp_path, model_directory, tell) == (128 + signal.SIGTERM, b"")
     assert list(tmp_path.glob("*out*")) == []
     assert list(tmp_path.glob(".out.partial-*")) == []

@@ -31,6 +31,7 @@ from tests.unit.text.grammar_rig import (
     walk,
 )
 
+LIMIT_S = 120.0
 EOS = (1, 5)
 ANY_OBJECT = schema('{"type": "object"}')
 
@@ -136,7 +137,7 @@ def test_an_answer_that_leads_to_too_many_states_is_an_error_of_its_own_and_the_
         grammars.matcher(regex(GREEDY))
         assert not compiled, "an engine's thread has the old one until another has compiled it"
         compiling.set()
-        wait_until(lambda: not grammars._renewing, 10, "the next one begins anew")
+        wait_until(lambda: not grammars._renewing, LIMIT_S, "the next one begins anew")
         assert compiled == [GREEDY]
         assert matcher.error
         assert not grammars._renewing, "it is no fault of the new one"
@@ -163,7 +164,7 @@ def compiles(monkeypatch: pytest.MonkeyPatch, grammars: Grammars) -> tuple[list[
 
     def noted(grammar: Grammar) -> llguidance.LLMatcher:
         if threading.current_thread() is not threading.main_thread():
-            allowed_.wait(10)
+            allowed_.wait(LIMIT_S)
         compiled.append(grammar.text)
         return compile_(grammar)
 
@@ -306,8 +307,8 @@ def test_a_machine_that_has_no_thread_left_to_renew_one_leaves_the_others_as_the
         matcher._on_full()
     assert (held.matcher, matcher.error) == (before, "")
     matcher._on_full()
-    wait_until(lambda: held.matcher is not before, 10, "it is renewed then")
-    wait_until(lambda: not grammars._renewing, 10, "once")
+    wait_until(lambda: held.matcher is not before, LIMIT_S, "it is renewed then")
+    wait_until(lambda: not grammars._renewing, LIMIT_S, "once")
 
 
 def test_a_machine_that_has_no_thread_left_to_compile_one_says_that_it_is_not_available(
