@@ -36,7 +36,7 @@ def test_a_slow_request_is_logged_with_its_wait_for_a_worker(
     assert len(told) == is_told
     for line in told:
         assert line.startswith("request r1 (traceparent 00-1): length, 5 tokens in ")
-        assert re.search(r"queue \d+\.\d+, prefill \d+\.\d+, decode \d+\.\d+", line)
+        assert re.search(r" = queue \d+\.\d+ s \+ prefill \d+\.\d+ s \+ decode \d+\.\d+ s; ", line)
         assert "queue 0.000" not in line
         assert line.endswith(f"; on decode worker fake @ {address[0]}")
 
