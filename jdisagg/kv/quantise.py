@@ -5,7 +5,7 @@ array methods that NumPy and JAX share: workers quantise on their device when th
 in another dtype.
 
 Error: |dequantised - original| <= scale / 2, scale = max|x| / 127 over the half (or 2**-126 / 2 where all are smaller than
-127 * 2**-126), up to float32 rounding of the product.
+127 * 2**-126), up to float32 rounding: a twenty-thousandth of it.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ def test_the_error_is_at_most_half_a_scale_which_is_the_largest_value_of_the_hal
         part = slice(half * dim, (half + 1) * dim)
         largest = np.abs(x[..., part]).max(axis=-1, keepdims=True)
         error = np.abs(dequantise(data, scales)[..., part].astype(np.float64) - x[..., part])
-        assert (error <= largest / 254 * (1 + 1e-5) + 2.0**-127).all()
+        # two roundings of a quotient of up to 127, one of the product: 1.5e-5 and 0.8e-5 of a scale
+        assert (error <= largest / 254 * (1 + 5e-5) + 2.0**-127).all()
         assert (np.abs(data[..., part]).max(axis=-1) == np.where(largest[..., 0] > 0, 127, 0)).all()
 
 

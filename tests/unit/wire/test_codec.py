@@ -83,9 +83,9 @@ PROVENANCE = st.builds(
     prefilled_tokens=COUNT,
     transferred_tokens=COUNT,
     transferred_pages=COUNT,
-    transferred_bytes=st.integers(0, 2**62),
+    transferred_bytes=st.integers(0, peer_codec.MOST_COUNTED),
     borrowed_tokens=COUNT,
-    borrowed_bytes=st.integers(0, 2**62),
+    borrowed_bytes=st.integers(0, peer_codec.MOST_COUNTED),
     recoveries=st.lists(TEXT, max_size=3).map(tuple),
 )
 OUTPUT = st.builds(
