@@ -62,7 +62,6 @@ def test_a_client_that_reads_nothing_is_not_kept(tokenizer: Tokenizer, monkeypat
     run(check())
 
 
-@pytest.mark.timeout(60)
 def test_a_client_that_does_not_even_read_the_first_message_is_told_so(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

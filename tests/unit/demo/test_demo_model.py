@@ -64,7 +64,6 @@ def test_end_of_turn_and_of_text_end_a_generation() -> None:
     assert [SPECIAL_TOKENS[i] for i in config["eos_token_id"]] == ["</s>", "<|end|>"]
 
 
-@pytest.mark.timeout(120)
 def test_card_tells_the_bits_per_byte_that_the_weights_have() -> None:
     card = (DEMO / "README.md").read_text("utf-8")
     found = re.search(r"harder: ([\d.]+) bits per byte", card)

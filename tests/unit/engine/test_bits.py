@@ -18,8 +18,6 @@ from jdisagg.sched.plan import PageTable
 from jdisagg.transfer.base import Piece
 from tests.unit.engine.support import Driver, make, prompt_of, tokens
 
-pytestmark = pytest.mark.timeout(240)  # whole steps are compiled
-
 
 @pytest.fixture(scope="module")
 def runner() -> ModelRunner:

@@ -7,7 +7,6 @@ import pytest
 from jdisagg.core.requests import SamplingParams
 from tests.unit.engine.support import GREEDY, Driver, admit, chunk_up, make, prompt_of, tokens
 
-pytestmark = pytest.mark.timeout(240)  # whole steps are compiled
 SAMPLINGS = {
     "greedy": GREEDY,
     "seeded": SamplingParams(temperature=1.0, seed=5, max_tokens=64),

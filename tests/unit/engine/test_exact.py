@@ -11,7 +11,6 @@ from jdisagg.core.requests import SamplingParams
 from jdisagg.engine.packing import pack_exact
 from tests.unit.engine.support import Driver, admit, chunk_up, make, prompt_of, tokens
 
-pytestmark = pytest.mark.timeout(240)  # whole steps are compiled
 PROMPT = prompt_of(21)
 SEEDED = SamplingParams(temperature=1.0, seed=5, logprobs=20, max_tokens=64)
 

@@ -9,7 +9,6 @@ from jdisagg.engine import host_copies
 from jdisagg.sched.plan import HostCopy, PageCopy, Plan
 from tests.unit.engine.support import Driver, admit, chunk_up, make, prompt_of, tokens
 
-pytestmark = pytest.mark.timeout(240)  # whole steps are compiled
 PROMPT = prompt_of(21)
 PAGES, ELSEWHERE = tuple(range(1, 7)), tuple(range(20, 26))
 RANGES = ((0, 8), (8, 16), (16, 21))

@@ -35,7 +35,6 @@ from jdisagg.transfer.base import Piece
 from tests.e2e.tiny_model import make_tiny_model
 from tests.unit.engine.support import load, make, prompt_of
 
-pytestmark = pytest.mark.timeout(240)  # whole steps are compiled
 PROMPT, OTHER = prompt_of(21), prompt_of(13, seed=1)
 RARE = next(token for token in range(1, 97) if token not in PROMPT + OTHER)
 

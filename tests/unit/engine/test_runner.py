@@ -23,7 +23,6 @@ from jdisagg.models.decoder import DecoderModel
 from jdisagg.sched.plan import Plan
 from tests.unit.engine.support import GREEDY, VOCAB, Driver, admit, append, chunk_up, load, make, prompt_of, tokens
 
-pytestmark = pytest.mark.timeout(240)  # whole steps are compiled
 PROMPT = prompt_of(21)
 
 

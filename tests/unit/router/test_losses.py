@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from jdisagg.core.metrics import LOSSES, Metrics
 from jdisagg.core.requests import Role
 from jdisagg.router.worker_news import LOSS_OF
@@ -13,8 +11,6 @@ from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.rig import fleet, stop
 from tests.unit.router.test_silence import mute_worker
 from tests.unit.wire.rig import IMPATIENT, run_quiet, until
-
-pytestmark = pytest.mark.timeout(120)
 
 
 def losses(router: Router) -> dict[str, float]:

@@ -19,7 +19,6 @@ from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.rig import ask, assert_whole, collect, fleet, stop
 from tests.unit.wire.rig import FAST, member, run_quiet, until
 
-pytestmark = pytest.mark.timeout(120)
 LIMIT_S = 90.0
 
 

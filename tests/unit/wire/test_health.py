@@ -19,7 +19,6 @@ from tests.unit.wire.rig import pause, run_quiet
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-@pytest.mark.timeout(60)
 def test_a_watcher_that_takes_nothing_keeps_nobody_from_the_truth_and_no_drain_from_going_on() -> None:
     async def body() -> None:
         status = Health(healthy=True, ready=True)
