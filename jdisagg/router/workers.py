@@ -151,16 +151,18 @@ class Workers:
     async def _sweep_forever(self) -> None:
         watch = FleetWatch()
         while True:
-            self._due_s = monotonic() + self._config.heartbeat_s
             await asyncio.sleep(self._config.heartbeat_s)
             try:
                 self._sweep(watch)
             except Exception:  # a bug of ours: without sweeps nobody would be evicted, or connected again
                 log.exception("looking after the workers failed; looking again")
+                self._due_s = monotonic() + AFTER_BUG_S + self._config.heartbeat_s
                 await asyncio.sleep(AFTER_BUG_S)
 
     def _sweep(self, watch: FleetWatch) -> None:
-        for entry in self.fleet.evict(self._excuse()):
+        now_s = self._excuse()
+        self._due_s = now_s + self._config.heartbeat_s
+        for entry in self.fleet.evict(now_s):
             self._lose(entry, EVICTED)
         self._connect_missing()
         for why in watch.look(self.fleet.members(), monotonic()):

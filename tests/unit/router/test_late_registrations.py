@@ -107,6 +107,41 @@ def test_a_router_that_stands_still_as_it_takes_a_registration_in_takes_no_proce
     run_quiet(body())
 
 
+def test_a_router_that_stands_still_as_it_looks_after_its_workers_takes_no_process_for_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That time, too, is not their silence."""
+    told: list[str] = []
+
+    async def body() -> None:
+        router = await Router().start()
+        worker = await FakeWorker((router.address,), Role.PREFILL).start()
+        await until(router.engine.workers.members)
+        (known,) = router.engine.workers.members()
+
+        def register() -> None:
+            try:
+                router.engine.workers.register(replace(known, epoch="other"))
+            except AddressTaken as error:
+                told.append(error.message)
+            else:
+                told.append("registered")
+
+        def stand_still(*_: object) -> list[str]:
+            if not told:
+                time.sleep(2 * FAST.dead_after_s)
+                asyncio.get_running_loop().call_soon(register)  # before anything that comes by a socket
+            return []
+
+        monkeypatch.setattr(workers.FleetWatch, "look", stand_still)
+        await until(lambda: told)
+        await worker.die()
+        await router.stop()
+
+    run_quiet(body())
+    assert "was heard" in told[0]
+
+
 def test_a_registration_at_a_router_that_is_closed_is_refused_and_opens_no_stream() -> None:
     async def body() -> None:
         router = await Router().start()
