@@ -86,6 +86,7 @@ def test_a_worker_that_some_router_takes_is_refused_by_none() -> None:
         assert worker.registration.refusal() == "", "it may come back"
         again = await Router(entrance=Entrance("0" * 64)).start(port)
         await until(worker.registration.refusal)
+        assert worker.registration.registered() == {router.address: False}
         await again.stop()
         assert worker.registration.refusal(), "nobody said otherwise"
         again = await Router().start(port)
