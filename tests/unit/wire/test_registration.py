@@ -86,7 +86,6 @@ def test_a_worker_that_some_router_takes_is_refused_by_none() -> None:
         assert worker.registration.refusal() == "", "it may come back"
         again = await Router(entrance=Entrance("0" * 64)).start(port)
         await until(worker.registration.refusal)
-        assert worker.registration.registered() == {router.address: False}
         await again.stop()
         assert worker.registration.refusal(), "nobody said otherwise"
         again = await Router().start(port)
@@ -113,6 +112,7 @@ def test_routers_that_refused_a_worker_and_have_gone_for_good_do_not_keep_it_fro
         await until(lambda: not worker.registration.refusal())
         again = await Router(entrance=Entrance("0" * 64)).start(port)
         await until(worker.registration.refusal)
+        assert worker.registration.registered() == {router.address: False}
         await again.stop()
         await worker.die()
 
