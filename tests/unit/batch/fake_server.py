@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
@@ -16,14 +17,14 @@ from typing import Any
 HANGS_UP, SAYS_NOTHING = 0, -1  # in place of an HTTP status
 SILENCE_S = 3.0
 AWAY_S = 0.3
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 
 
 class FakeServer(ThreadingHTTPServer):
     """Answers after `delay_s`. `refusals`: how many requests to answer with 503 first. `odd`: HTTP status and body by prompt
-    (a GET: by path) in place of what it would say. `dies_of`: a prompt at which it hangs up on
-    everybody, for `AWAY_S`. `together`: nothing is answered before so many requests were there at once. `model` and
-    `weights` are told of."""
+    (a GET: by path) in place of what it would say. `dies_of`: a prompt at which it hangs up on everybody, for `away_s`.
+    `together`: nothing is answered before so many requests were there at once. `meanwhile`: what is called by prompt, before
+    that is answered. `model` and `weights` are told of."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -35,7 +36,9 @@ class FakeServer(ThreadingHTTPServer):
         refusals: int = 0,
         odd: Mapping[str, tuple[int, bytes]] | None = None,
         dies_of: str | None = None,
+        away_s: float = AWAY_S,
         together: int = 0,
+        meanwhile: Mapping[str, Callable[[], object]] | None = None,
         model: str = "fake",
         weights: str | None = None,
     ) -> None:
@@ -44,10 +47,13 @@ class FakeServer(ThreadingHTTPServer):
         self.refusals = refusals
         self.odd = odd or {}
         self.dies_of = dies_of
+        self.away_s = away_s
         self.together = together
+        self.meanwhile = meanwhile or {}
         self.model = {"model": model} | ({} if weights is None else {"system_fingerprint": weights})
         self.card = {"id": model, "object": "model"} | ({} if weights is None else {"fingerprint": weights})
         self.were_together = threading.Event()
+        self.ended = threading.Event()
         self.back_s = 0.0  # monotonic
         self.open: set[socket.socket] = set()
         self.asked: Counter[str] = Counter()  # prompts
@@ -59,14 +65,14 @@ class FakeServer(ThreadingHTTPServer):
 
     def hang_up(self) -> None:
         """On everybody there is."""
-        self.back_s = time.monotonic() + AWAY_S
+        self.back_s = time.monotonic() + self.away_s
         for connection in list(self.open):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Whoever was hung up on cannot be written to."""
-        if self.dies_of is None:
+        """Whoever has gone, or was hung up on, cannot be written to: no word of that on stderr, which is a later test's."""
+        if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
     @property
@@ -116,8 +122,11 @@ class _Handler(BaseHTTPRequestHandler):
             server.most_at_once = max(server.most_at_once, server.at_once)
             if server.at_once >= server.together:
                 server.were_together.set()
+        prompt = body.get("prompt")
+        if isinstance(prompt, str) and prompt in server.meanwhile:
+            server.meanwhile[prompt]()
         server.were_together.wait(LIMIT_S)
-        time.sleep(server.delay_s)
+        server.ended.wait(server.delay_s)
         if refused:
             status, answer = 503, {"error": {"message": "loading"}}
         elif body.get("max_tokens") == -1:
@@ -126,7 +135,6 @@ class _Handler(BaseHTTPRequestHandler):
             status, answer = 200, self._completion(body)
         with server.lock:
             server.at_once -= 1
-        prompt = body.get("prompt")
         if isinstance(prompt, str) and prompt in server.odd:
             self._send(*server.odd[prompt])
         else:
@@ -152,7 +160,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, raw: bytes) -> None:
         if status == SAYS_NOTHING:
-            time.sleep(SILENCE_S)
+            self.server.ended.wait(SILENCE_S)
         if status in (HANGS_UP, SAYS_NOTHING):
             self.connection.shutdown(socket.SHUT_RDWR)
             self.close_connection = True
@@ -176,6 +184,8 @@ def serving(**options: Any) -> Iterator[FakeServer]:
     try:
         yield server
     finally:
+        server.ended.set()
+        server.were_together.set()
         server.shutdown()
         thread.join(timeout=10)
         server.server_close()

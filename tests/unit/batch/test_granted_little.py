@@ -17,7 +17,7 @@ from jdisagg.batch import progress
 from jdisagg.batch.progress import REPORT_EVERY_S, Reports
 from tests.unit.batch.fake_server import serving
 
-LIMIT_S = 60
+LIMIT_S = 240
 FULL = Path("/dev/full")
 
 

@@ -16,7 +16,7 @@ from jdisagg.batch import __main__ as command_line
 from jdisagg.batch.__main__ import main
 from jdisagg.batch.journal import Journal
 from jdisagg.batch.runner import Batch, run_batch
-from jdisagg.batch.sender import Sender
+from jdisagg.batch.sender import Answer, Sender
 from jdisagg.core.errors import Unavailable
 from tests.unit.batch.command_line import arguments, write
 from tests.unit.batch.fake_server import serving
@@ -42,6 +42,17 @@ class SlowJournal(Journal):
         self.is_writing = True
         assert self.may_go_on.wait(HANG_S)
         super().publish(numbers)
+
+
+class Counting(Sender):
+    """Knows how many it has answers to."""
+
+    num_answered = 0
+
+    async def send(self, *arguments: Any) -> Answer:
+        got = await super().send(*arguments)
+        self.num_answered += 1
+        return got
 
 
 def answer(request: httpx.Request) -> httpx.Response:
@@ -102,18 +113,19 @@ def test_what_was_answered_while_another_line_was_being_journalled_gets_there_to
                 await asyncio.sleep(0.005)
             if number < 5:
                 return answer(request)
-            await asyncio.sleep(0.02 if stops else HANG_S)
+            while not stops or sender.num_answered < 4:
+                await asyncio.sleep(0.005)
             raise httpx.ConnectError("refused")
 
         async with httpx.AsyncClient(transport=httpx.MockTransport(serve), base_url="http://fake") as client:
+            sender = Counting(client, patience_s=0.0)
             with SlowJournal(batch.output, batch.header("fake")) as journal:
-                run = asyncio.ensure_future(run_batch(batch, journal, Sender(client, patience_s=0.0), lambda *_: None))
-                while not (journal.is_writing and num_asked == 5):
+                run = asyncio.ensure_future(run_batch(batch, journal, sender, lambda *_: None))
+                while not (journal.is_writing and num_asked == 5 and sender.num_answered == 4):
                     await asyncio.sleep(0.005)
-                await asyncio.sleep(0.05)
                 if not stops:
                     run.cancel()
-                    await asyncio.sleep(0.02)
+                await asyncio.sleep(0.05)
                 journal.may_go_on.set()
                 with pytest.raises(Unavailable if stops else asyncio.CancelledError):
                     await run

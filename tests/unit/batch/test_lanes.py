@@ -14,7 +14,7 @@ import pytest
 
 from jdisagg.batch.__main__ import main
 from jdisagg.batch.lanes import Lanes, proxy_of
-from tests.unit.batch.fake_server import HANGS_UP, serving
+from tests.unit.batch.fake_server import HANGS_UP, FakeServer, serving
 
 ESTABLISHED = "01"  # as the kernel writes it
 
@@ -62,14 +62,24 @@ def test_whether_the_server_s_host_is_there_is_asked_while_an_answer_is_computed
             asked = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "p", "seed": 1}))
             while not server.at_once:
                 await asyncio.sleep(0.01)
-            rows = [row.split() for row in Path("/proc/self/net/tcp").read_text("ascii").splitlines()[1:]]
-            to_server = [row for row in rows if int(row[2].rpartition(":")[2], 16) == server.server_address[1]]
-            timers = [row[5] for row in to_server if row[3] == ESTABLISHED]  # the port may have been another server's before
-            assert [timer.partition(":")[0] for timer in timers] == ["02"]
+            for _ in range(1000):  # what was sent may not be acknowledged yet
+                if (timers := timers_of(server)) == ["02"]:
+                    break
+                await asyncio.sleep(0.01)
+            assert timers == ["02"]
+            server.were_together.set()
             assert (await asked).status_code == 200
 
-    with serving(delay_s=0.3) as server:
+    with serving(together=2) as server:
         asyncio.run(body())
+
+
+def timers_of(server: FakeServer) -> list[str]:
+    """Of the connections to it, as the kernel calls them."""
+    rows = [row.split() for row in Path("/proc/self/net/tcp").read_text("ascii").splitlines()[1:]]
+    to_server = [row for row in rows if int(row[2].rpartition(":")[2], 16) == server.server_address[1]]
+    established = [row for row in to_server if row[3] == ESTABLISHED]  # the port may have been another server's before
+    return [row[5].partition(":")[0] for row in established]
 
 
 def test_an_answer_is_what_a_client_of_its_own_would_get() -> None:
@@ -142,9 +152,9 @@ def test_a_batch_says_that_a_proxy_is_between_it_and_its_server(
     """Which may be why a server of this machine is not reached."""
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "x"}\n')
-    with socket.create_server(("127.0.0.1", 0)) as taken, serving() as server:
+    with socket.socket() as taken, serving() as server:
+        taken.bind(("127.0.0.1", 0))  # nobody listens there, nor will
         gate = f"127.0.0.1:{taken.getsockname()[1]}"
-        taken.close()  # nobody is there
         monkeypatch.setenv("http_proxy", f"http://{gate}")
         command = ["--input", str(source), "--output", str(tmp_path / "out.jsonl"), "--server", server.url]
         assert main([*command, "--patience-s", "0"]) == 1

@@ -106,7 +106,7 @@ def test_interrupted_it_keeps_the_output_and_goes_on_where_it_was(source: Path, 
     first = output.read_bytes()
     put(source, MENDED)
     alone = ("--retry-failed", "--max-concurrency", "1", "--patience-s", "0")
-    with serving(dies_of="four") as server:
+    with serving(dies_of="four", away_s=60.0) as server:
         assert main(arguments(source, output, server.url, *alone)) == 1
         assert server.asked == {'"two"': 1, '"four"': 1}
     assert output.read_bytes() == first

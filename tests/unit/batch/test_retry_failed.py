@@ -70,7 +70,7 @@ def test_interrupted_it_keeps_the_output_and_goes_on_where_it_was(source: Path, 
         assert main(arguments(source, output, server)) == 0
     first = output.read_bytes()
     alone = ("--retry-failed", "--max-concurrency", "1", "--patience-s", "0")
-    with serving(dies_of="two") as server:
+    with serving(dies_of="two", away_s=60.0) as server:
         assert main(arguments(source, output, server, *alone)) == 1
         assert server.asked.keys() == {'"one"', '"two"'}
     assert output.read_bytes() == first

@@ -24,7 +24,7 @@ def test_a_pipe_that_is_full_and_that_nobody_reads_does_not_stop_a_batch(monkeyp
         patch.setattr(sys, "stderr", stream)
         thread = threading.Thread(target=say, args=("1 ok, 0 failed",), daemon=True)
         thread.start()
-        thread.join(10.0)
+        thread.join(60.0)
         was_kept = thread.is_alive()
         os.read(reader, 2**20)
     os.close(reader)

@@ -86,7 +86,7 @@ def test_of_many_failed_lines_the_first_are_named_and_the_others_counted(tmp_pat
 def test_a_batch_that_is_interrupted_tells_how_many_are_done(tmp_path: Path, sent: signal.Signals) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "x"}\nno request\n{"prompt": "y"}\n', encoding="utf-8")
-    with serving(delay_s=LIMIT_S / 10) as server:
+    with serving(together=3) as server:  # nothing is answered
         command = [sys.executable, "-c", STARTED, *arguments(source, output, server.url)]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         try:
