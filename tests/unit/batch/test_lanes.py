@@ -58,7 +58,7 @@ def test_whether_the_server_s_host_is_there_is_asked_while_an_answer_is_computed
     """By the kernel, which shows the timer of a connection that waits for nothing else: 02 is that of keepalive."""
 
     async def body() -> None:
-        async with httpx.AsyncClient(transport=Lanes(), base_url=server.url) as client:
+        async with httpx.AsyncClient(transport=Lanes(), base_url=server.url, timeout=60.0) as client:
             asked = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "p", "seed": 1}))
             while not server.at_once:
                 await asyncio.sleep(0.01)

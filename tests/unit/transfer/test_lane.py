@@ -24,7 +24,7 @@ def test_a_job_that_raises_is_in_the_log_and_the_thread_goes_on(caplog: pytest.L
     lane.submit(ran.set)
     assert ran.wait(30.0)
     lane.stop()
-    lane.join(5.0)
+    lane.join(60.0)
     assert "no memory" in caplog.text
     assert [record.getMessage() for record in caplog.records] == ["transfer thread lane"]
 

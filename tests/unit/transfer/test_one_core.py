@@ -17,7 +17,7 @@ from jdisagg.models.sharding import make_mesh
 from jdisagg.transfer.buffers import ALIGN_BYTES, aligned
 from jdisagg.transfer.target import PieceTarget
 
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 BUSY = """
 import os, threading, time
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
