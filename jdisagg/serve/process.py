@@ -15,6 +15,7 @@ supervisor, which kills it. Before `run_process`, while modules are imported, `e
 from __future__ import annotations
 
 import asyncio
+import atexit
 import faulthandler
 import gc
 import json
@@ -135,9 +136,17 @@ def end_when_told() -> None:
     where it is: a volume that does not answer may hold it up here, too."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
+    atexit.register(_turn_deaf)  # before others are, which makes it the last
     signal.signal(signal.SIGUSR1, lambda *_: None)
     # without chain the read that hangs would be restarted, and a SIGTERM that came while stacks were written not be heard
     faulthandler.register(signal.SIGUSR1, _where_stacks_go(), all_threads=True, chain=True)
+
+
+def _turn_deaf() -> None:
+    """Python is about to forget its handlers: the same signal once more, as systemd and a supervisor send it, would end a process
+    that has drained, a moment before its own end, with another status."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _where_stacks_go() -> int:

@@ -62,12 +62,12 @@ def test_sigusr1_shows_what_a_process_does_that_is_still_starting() -> None:
 
 @contextmanager
 def reading_settings(directory: Path, stderr: int = subprocess.PIPE) -> Iterator[subprocess.Popen[str]]:
-    """A server whose settings do not come: it has only just been started. Killed after half a minute."""
+    """A server whose settings do not come: it has only just been started. Killed after four minutes."""
     settings = directory / "settings.toml"
     os.mkfifo(settings)
     command = [sys.executable, "-m", "jdisagg.serve", "--config", str(settings)]
     with subprocess.Popen(command, stderr=stderr, text=True) as process:
-        watch = Timer(30.0, process.kill)
+        watch = Timer(240.0, process.kill)
         watch.start()
         with settings.open("w"):  # it reads them now
             yield process
@@ -165,7 +165,7 @@ def test_stacks_that_nobody_reads_keep_no_process_from_its_end(signals: tuple[si
             for number in signals:
                 process.send_signal(number)
                 time.sleep(0.2)
-            assert process.wait(timeout=20.0) == status
+            assert process.wait(timeout=60.0) == status
         finally:
             process.kill()
 
@@ -177,32 +177,6 @@ def test_stacks_that_nobody_reads_keep_no_process_from_its_end_that_has_just_bee
         process.terminate()
         process.wait()
     assert process.returncode == 0
-
-
-DRAINED = """
-import sys, time
-from jdisagg.serve.process import end_when_told, run_process
-
-async def serve(process):
-    return 0
-
-end_when_told()
-status = run_process(serve)
-print("over", flush=True)
-time.sleep(60)  # as jax takes its time to take itself down
-sys.exit(status)
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_process_that_is_told_again_when_all_is_done_ends_as_it_would_have(number: signal.Signals) -> None:
-    command = [sys.executable, "-c", DRAINED]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "over\n"
-        process.send_signal(number)
-        _, said = process.communicate(timeout=30.0)
-    assert (process.returncode, said) == (0, "")
 
 
 def test_signals_that_come_together_are_one_and_a_later_one_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +226,7 @@ print(full_searches)
 
 
 def test_a_worker_that_starts_is_not_searched_for_garbage_again_and_again() -> None:
-    done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, timeout=60.0, check=True)
+    done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, timeout=240.0, check=True)
     assert done.stdout == "[]\n", done.stderr
 
 
