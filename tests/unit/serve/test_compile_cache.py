@@ -16,7 +16,7 @@ from jdisagg.serve.compile_cache import BLOCK_BYTES, drop_broken_entries
 from jdisagg.serve.environment import prepare_jax
 
 COMPILING = "import jax; jax.jit(lambda x: x * 3 + 1)(2.0)"
-LIMIT_S = 60
+LIMIT_S = 170
 NOISE = random.Random(7).randbytes(4 * BLOCK_BYTES)
 
 

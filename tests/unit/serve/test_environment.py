@@ -174,7 +174,7 @@ def test_a_process_may_open_as_many_descriptors_as_the_system_lets_it() -> None:
 
 
 TURNED_AWAY = """
-import os, time
+import os, threading
 from jdisagg.serve.environment import quiet_grpc
 
 quiet_grpc(os.environ)
@@ -186,8 +186,16 @@ port = server.add_insecure_port("127.0.0.1:0")
 server.start()
 pings = [("grpc.keepalive_time_ms", 100), ("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.max_pings_without_data", 0)]
 channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=pings)
-grpc.channel_ready_future(channel).result(30)
-time.sleep(4.0)
+lost, was_ready = threading.Event(), threading.Event()
+
+def changed(state):
+    if state is grpc.ChannelConnectivity.READY:
+        was_ready.set()
+    elif was_ready.is_set():
+        lost.set()
+
+channel.subscribe(changed, try_to_connect=True)
+assert lost.wait(100.0), "it is not turned away"
 """
 
 
@@ -198,7 +206,7 @@ def test_that_a_server_ends_a_connection_is_no_line_of_grpc_s_own_unless_the_use
     environ = {key: value for key, value in os.environ.items() if not key.startswith("GRPC_")}
     environ |= {"GRPC_VERBOSITY": verbosity} if verbosity else {}
     command = [sys.executable, "-c", TURNED_AWAY]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environ)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=environ)
     assert ("Got goaway" in done.stderr) == is_told, done.stderr
     assert "GOAWAY with error code" in done.stderr, "errors are told in any case"
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc
 import pytest
+from fleet_process import free_port, release_port
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jdisagg.api.fleet.codec import encode_member
@@ -41,6 +42,14 @@ def router() -> Iterator[tuple[subprocess.Popen[str], Ready]]:
     process.kill()
     process.wait(WAIT_S)
     process.stdout.close()
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """That nobody else gets until the router listens there."""
+    free = free_port()
+    yield free
+    release_port(free)
 
 
 def get(address: str | None, path: str) -> tuple[int, str]:
@@ -170,9 +179,7 @@ def test_a_router_without_workers_is_unavailable_when_asked_for_its_model(router
 
 
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
-def test_a_process_without_standard_streams_serves_and_drains(closed: tuple[int, ...]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def test_a_process_without_standard_streams_serves_and_drains(closed: tuple[int, ...], port: int) -> None:
     shut = "".join(f"os.close({number}); " for number in closed)
     code = f"import os, sys; {shut}os.execv(sys.executable, {[*SERVE, '--role', 'router', '--port', str(port)]!r})"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
@@ -181,9 +188,7 @@ def test_a_process_without_standard_streams_serves_and_drains(closed: tuple[int,
         assert process.wait(WAIT_S) == 0
 
 
-def test_a_process_whose_starter_reads_nothing_serves_and_drains() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def test_a_process_whose_starter_reads_nothing_serves_and_drains(port: int) -> None:
     command = [*SERVE, "--role", "router", "--port", str(port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

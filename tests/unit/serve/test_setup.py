@@ -26,6 +26,6 @@ def test_the_setup_finds_a_tpu_by_its_card(tmp_path: Path, cards: list[tuple[str
     function = script[script.index("has_tpu() {") :].partition("\n}\n")[0] + "\n}\n"
     command = f'{function}\nif has_tpu "$1"; then echo tpu; else echo not; fi'
     done = subprocess.run(
-        ["bash", "-euc", command, "setup", str(pci(tmp_path, *cards))], capture_output=True, text=True, timeout=20, check=True
+        ["bash", "-euc", command, "setup", str(pci(tmp_path, *cards))], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == found
