@@ -16,6 +16,7 @@ from typing import TextIO
 
 import pytest
 
+from jdisagg.core import outlet as outlets
 from jdisagg.core.outlet import PATIENCE_S, Outlet
 
 LINE = 99 * "x" + "\n"
@@ -52,7 +53,7 @@ def test_a_pipe_that_nobody_reads_keeps_nobody_and_tells_its_late_reader_what_wa
     outlet, began_s = Outlet(stream), monotonic()
     for _ in range(NUM_LINES):
         outlet.write(LINE)
-    assert monotonic() - began_s < 10 * PATIENCE_S
+    assert monotonic() - began_s < NUM_LINES / 10 * PATIENCE_S
     kept = read_all(reader)
     outlet.write("at last\n")
     told, last = read_all(reader).splitlines()
@@ -63,7 +64,8 @@ def test_a_pipe_that_nobody_reads_keeps_nobody_and_tells_its_late_reader_what_wa
     assert read_all(reader) == "and on\n"
 
 
-def test_a_slow_reader_gets_everything(pipe: tuple[int, TextIO]) -> None:
+def test_a_slow_reader_gets_everything(pipe: tuple[int, TextIO], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outlets, "PATIENCE_S", 60.0)  # a busy machine may keep a thread from reading for as long as that is
     reader, stream = pipe
     outlet, text = Outlet(stream), []
 
@@ -83,22 +85,23 @@ def test_a_slow_reader_gets_everything(pipe: tuple[int, TextIO]) -> None:
 
 @pytest.mark.parametrize("lines", [[2**18 * "y" + "\n"], NUM_LINES * [LINE]])
 def test_a_reader_that_is_slow_for_ever_keeps_nobody(pipe: tuple[int, TextIO], lines: list[str]) -> None:
+    """In time of the reader's, in which this process moves: to be waited for it would have to read more than thirty times."""
     reader, stream = pipe
-    ended = threading.Event()
+    ended, reads = threading.Event(), list[bytes]()
 
     def read() -> None:
         while not ended.wait(0.75 * PATIENCE_S):
-            os.read(reader, 4096)
+            reads.append(os.read(reader, 4096))
 
     thread = threading.Thread(target=read)
     thread.start()
-    outlet, began_s = Outlet(stream), monotonic()
+    outlet = Outlet(stream)
     for line in lines:
         outlet.write(line)
-    took_s = monotonic() - began_s
+    num_reads = len(reads)
     ended.set()
     thread.join()
-    assert took_s < 5 * PATIENCE_S
+    assert num_reads < 15
 
 
 def test_a_terminal_that_nobody_reads_keeps_nobody() -> None:
@@ -108,7 +111,7 @@ def test_a_terminal_that_nobody_reads_keeps_nobody() -> None:
         outlet = Outlet(stream)
         thread = threading.Thread(target=lambda: [outlet.write(LINE) for _ in range(NUM_LINES)], daemon=True)
         thread.start()
-        thread.join(20.0)
+        thread.join(60.0)
         was_kept = thread.is_alive()
         os.close(reader)
         assert not was_kept

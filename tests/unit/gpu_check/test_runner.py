@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import time
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -81,7 +81,7 @@ def test_a_section_that_ends_badly_fails_and_keeps_what_it_found(tmp_path: Path,
     assert result.found["facts"] == {"before": 1}
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_a_section_that_hangs_is_killed_at_its_limit_and_keeps_what_it_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,11 +91,19 @@ def test_a_section_that_hangs_is_killed_at_its_limit_and_keeps_what_it_found(
     (tmp_path / "section_hanging.py").write_text(
         body.replace("time.sleep", f"open({str(marker)!r}, 'w').write(str(os.getpid())); time.sleep")
     )
-    began_s = time.monotonic()
-    result = run("hanging", tmp_path, budget_s=12.0)
+
+    class Begun(subprocess.Popen[bytes]):
+        """Its time runs once it has begun: a busy machine may take longer to start it."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is not None:
+                until(marker.exists, limit_s=120.0)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(runner.subprocess, "Popen", Begun)
+    result = run("hanging", tmp_path, budget_s=2.0)
     assert (result.status, result.found["facts"]) == ("fail", {"before": 1})
     assert result.reason.startswith("out of time")
-    assert time.monotonic() - began_s < 30
     with pytest.raises(ProcessLookupError):
         os.kill(int(marker.read_text()), 0)
 

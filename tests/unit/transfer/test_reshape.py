@@ -92,7 +92,7 @@ def check_imports(end: End, rows: KVGroup, sent_as: str) -> int:
     return len(end.pools)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.covers("D12", "C02")
 def test_every_tp_page_size_and_dtype_of_p_meets_every_one_of_d() -> None:
     started_s, exports, imports = time.monotonic(), 0, 0

@@ -96,7 +96,6 @@ def ranges(data: st.DataObject, longest: int) -> list[tuple[int, int]]:
     return data.draw(st.permutations(spans), label="order")
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.covers("C02", "D12", "I-8")
 @given(data=st.data(), sender=st.integers(0, 5), receiver=st.integers(0, 5), seed=st.integers(0, 2**31))
 def test_random_pieces_reassemble_and_touch_nothing_else(data: st.DataObject, sender: int, receiver: int, seed: int) -> None:
