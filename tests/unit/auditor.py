@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -71,12 +72,17 @@ class Auditor:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """This thread."""
+        """This thread. Meanwhile no garbage is collected: what former tests left, which may close or remove anything, is not
+        this one's."""
+        was_enabled = gc.isenabled()
+        gc.disable()
         self._watched = threading.get_ident()
         try:
             yield
         finally:
             self._watched = None
+            if was_enabled:
+                gc.enable()
 
 
 _THE_ONLY_ONE: list[Auditor] = []
