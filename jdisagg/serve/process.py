@@ -143,8 +143,8 @@ def end_when_told() -> None:
 
 
 def _turn_deaf() -> None:
-    """Python is about to forget its handlers: the same signal once more, as systemd and a supervisor send it, would end a process
-    that has drained, a moment before its own end, with another status."""
+    """Python is about to forget its handlers: told once more, as by systemd and a supervisor, a process that has drained would
+    end by that signal, a moment before it ends by itself, and not with its status."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from jdisagg.core import host_names
 from jdisagg.core.errors import NeverConnected, Stalled
 from jdisagg.transfer import tcp_source, tcp_store
 from jdisagg.transfer.tcp_source import TcpSource
@@ -214,14 +215,15 @@ def test_a_resolver_that_does_not_answer_costs_the_deadline_and_no_more(
 
     def slow(host: str, *rest: Any, flags: int = 0, **named: Any) -> Any:
         if not flags & socket.AI_NUMERICHOST:
-            answers.wait(20.0)
+            answers.wait(60.0)
         return look_up(host, *rest, flags=flags, **named)
 
     with monkeypatch.context() as patched:
         patched.setattr(socket, "getaddrinfo", slow)
         began_s = time.monotonic()
+        patched.setattr(host_names, "monotonic", lambda: began_s)  # it asks in time, even if this process stands still
         with pytest.raises(TimeoutError, match="resolver"):
             read(source, f"localhost:1 {SECRET} 1", within_s=0.2)
-        assert time.monotonic() - began_s < 15.0
+        assert time.monotonic() - began_s < 45.0
         answers.set()
         assert ends("resolve-")
