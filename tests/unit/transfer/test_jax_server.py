@@ -15,7 +15,7 @@ import pytest
 
 from jdisagg.core.config import ServerConfig, TransferConfig
 from jdisagg.core.host_names import Address, is_own
-from jdisagg.transfer import jax_listeners, jax_receivers, jax_server, lanes
+from jdisagg.transfer import jax_receivers, jax_server, lanes
 from jdisagg.transfer.jax_server import TransferConnection, TransferServer, TransferServers, Unsupported
 from jdisagg.transfer.lanes import LaneFetcher
 from jdisagg.transfer.publisher import LanePublisher
@@ -202,9 +202,8 @@ def listening_on() -> set[int]:
     return ports
 
 
-def test_who_connects_and_says_nothing_holds_up_no_transfer(ours: TransferServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_connects_and_says_nothing_holds_up_no_transfer(ours: TransferServer) -> None:
     """Such as a D that freezes while it connects, or somebody who looks which ports are open."""
-    monkeypatch.setattr(jax_listeners, "FIRST_WORDS_S", 0.3)
     before = listening_on()
     other = TransferServers(jax.devices(), "127.0.0.1").start()
     ports = listening_on() - before
