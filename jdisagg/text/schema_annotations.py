@@ -1,30 +1,33 @@
 """A JSON schema as llguidance gets it: without what that refuses though it asks for nothing, its unions' tags required.
 
-By JSON Schema (2020-12, validation, 7.2) a `format` that an implementation does not know is an annotation, `uniqueItems` is
-an assertion only where it is true (6.4.3), and names of properties are strings. Bounds that no int64 exceeds, as generators of
-schemas write them for floats and integers, tell the type that a client has, and not what an answer is. Whatever else llguidance
-does not know it has to refuse: without it an answer may be none that was asked for. What it reads amiss `schema_mends` mends.
+No answer is of it that was not of the schema as it came, but where `schema_patterns` says so. By JSON Schema (2020-12,
+validation, 7.2) a `format` that an implementation does not know is an annotation, `uniqueItems` is an assertion only where it
+is true (6.4.3), and names of properties are strings. Bounds that no int64 exceeds, as generators of schemas write them for
+floats and integers, tell the type that a client has, and not what an answer is. Null is the value of no keyword but of `const`
+and `default`: Go writes it for what is not set. Whatever else llguidance does not know it has to refuse: without it an answer
+may be none that was asked for. What it reads amiss `schema_mends` mends.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cache, partial
 from typing import Any
 
 from jdisagg.core.json_values import is_number
 from jdisagg.text.schema_mends import mended
-from jdisagg.text.schema_tags import missing_tags
+from jdisagg.text.schema_names import Names
+from jdisagg.text.schema_patterns import KNOWN_FORMATS, without_look_around
+from jdisagg.text.schema_refs import read_references
+from jdisagg.text.schema_tags import missing_tags, referred
 from jdisagg.text.schema_walk import rebuilt
 
-# `lookup_format` of llguidance 1.9.1 (parser/src/json/formats.rs).
-KNOWN_FORMATS = frozenset(
-    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
-)
 _BELOW, _ABOVE = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _INT64_MAX = 2**63 - 1  # llguidance makes no expression of numbers from or up to there
 _OF_NAMES = ("dependentRequired", "dependentSchemas", "dependencies")
 _UNEVALUATED = ("unevaluatedProperties", "unevaluatedItems")
+_OF_VALUES = ("const", "default")  # null is one
 _SAID_OF_STRINGS = frozenset(("type", "title", "description", "$comment"))
 
 
@@ -42,15 +45,28 @@ def readable(schema: Any, looks_left: Iterator[int] | None = None) -> Any:
     """A schema as the library gets it, its keys in their order; what is no schema as it is. What stands elsewhere and is only
     referred to is not looked at. `looks_left`: of `schema_tags.looks`, for one of several."""
     missing = missing_tags(schema, looks_left)
+    references = cache(partial(read_references, schema))
+    names = Names(references, partial(referred, schema))
+    may_overlap = _may_overlap(schema)
 
     def change(one: dict[str, Any]) -> dict[str, Any]:
-        said = {key: value for key, value in mended(one).items() if not _says_nothing(key, value, one)}
-        return said | {"required": [*one.get("required", []), *missing[id(one)]]} if id(one) in missing else said
+        of_any = may_overlap and "anyOf" in one and "anyOf" not in references().through
+        served = mended(without_look_around(one, of_any=of_any))
+        said = names.listed({key: value for key, value in served.items() if not _says_nothing(key, value, one)})
+        return said | {"required": [*said.get("required", []), *missing[id(one)]]} if id(one) in missing else said
 
     return rebuilt(schema, change)
 
 
+def _may_overlap(schema: Any) -> bool:
+    """Whether branches of a `oneOf` may: else one that takes less would have another take more."""
+    guidance = schema.get("x-guidance") if isinstance(schema, dict) else None
+    return not isinstance(guidance, dict) or guidance.get("coerce_one_of") is not False
+
+
 def _says_nothing(key: str, value: Any, beside: dict[str, Any]) -> bool:
+    if value is None:
+        return key not in _OF_VALUES
     if key == "format":
         return isinstance(value, str) and value not in KNOWN_FORMATS
     if key == "uniqueItems":

@@ -36,15 +36,22 @@ def mended(schema: dict[str, Any]) -> dict[str, Any]:
 
 def mended_pattern(pattern: str) -> str:
     """A regular expression whose classes take no quote and no backslash that they exclude; of one that is mended, itself."""
-    done, at = [], 0
+    parts = parts_of(pattern)
+    if parts is None:  # what is wrong with it the library says
+        return pattern
+    return "".join(f"[{part}{_MENDED}" if _may_leak(part) else part for part in parts)
+
+
+def parts_of(pattern: str) -> list[str] | None:
+    """Its characters, escapes and classes, one by one; None: one of them has no end."""
+    parts, at = list[str](), 0
     while at < len(pattern):
         end = _end_of_part(pattern, at)
-        if end is None:  # what is wrong with it the library says
-            return pattern
-        part = pattern[at:end]
-        done.append(f"[{part}{_MENDED}" if _may_leak(part) else part)
+        if end is None:
+            return None
+        parts.append(pattern[at:end])
         at = end
-    return "".join(done)
+    return parts
 
 
 def _may_leak(part: str) -> bool:

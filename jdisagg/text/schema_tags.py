@@ -35,7 +35,7 @@ def missing_tags(schema: Any, left: Iterator[int] | None = None) -> dict[int, li
 
 def _tagged(root: Any) -> Iterator[tuple[Any, str]]:
     """Branches, each with the tag of a union that it is of, and whatever else was looked at."""
-    refer = cache(partial(_referred, root))  # a reference may be long
+    refer = cache(partial(referred, root))  # a reference may be long
     for union in schemas_in(root):
         match union.get("discriminator"):
             case {"propertyName": str(tag)}:
@@ -57,7 +57,7 @@ def _branches(union: Any, refer: Callable[[str], Any]) -> Iterator[Any]:
                 left.append(refer(reference))
 
 
-def _referred(root: Any, reference: str) -> dict[str, Any] | None:
+def referred(root: Any, reference: str) -> dict[str, Any] | None:
     """The object to which a JSON pointer (RFC 6901) into this document leads, by names; None where there is none."""
     if not reference.startswith("#/"):
         return None
@@ -68,7 +68,7 @@ def _referred(root: Any, reference: str) -> dict[str, Any] | None:
 
 
 def _missing(branch: dict[str, Any], tags: set[str]) -> list[str]:
-    properties, required = branch.get("properties"), branch.get("required", [])
+    properties, required = branch.get("properties"), branch.get("required") or []
     if not isinstance(properties, dict) or not isinstance(required, list):
         return []
     return sorted((tags & properties.keys()) - {name for name in required if isinstance(name, str)})

@@ -11,12 +11,14 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from jdisagg.api.generation.sampling_bounds import MAX_GRAMMAR_BYTES
 from jdisagg.api.http.body import Body
 from jdisagg.api.http.grammars import GRAMMAR, RESPONSE_FORMAT, schema_text
 from jdisagg.api.http.tools import ForcedCall, read_forced, read_parameters
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import Grammar, GrammarKind, SamplingParams
 from jdisagg.text.schema_annotations import readable
+from jdisagg.text.schema_comments import uncommented
 from jdisagg.text.schema_tags import looks
 
 TOOLS = "tools"  # the field that the grammar is made of
@@ -43,7 +45,8 @@ def with_forced(sampling: SamplingParams, body: Body) -> SamplingParams:
 def _grammar(body: Body, forced: ForcedCall, *, in_parallel: bool) -> Grammar:
     offered = read_parameters(body)
     names = offered if forced.name is None else (forced.name,)  # the others may have parameters that no grammar is made of
-    schemas = {name: _schema(f"tools: parameters of {name}", offered[name]) for name in names}
+    given = [_schema(f"tools: parameters of {name}", offered[name]) for name in names]
+    schemas = dict(zip(names, uncommented(given, MAX_GRAMMAR_BYTES), strict=True))
     schema_text("tools: their parameters", schemas, "tools")  # before any is looked into
     if forced.name is not None:
         return Grammar(GrammarKind.JSON_SCHEMA, schema_text("tools", schemas[forced.name]))
@@ -78,7 +81,9 @@ def _schema(where: str, parameters: Any) -> dict[str, Any]:
     """An object whatever it says, so that a reader finds its end by its braces."""
     if parameters is not None and not isinstance(parameters, dict):
         raise InvalidRequest(f"{where}: must be a JSON schema, an object", field="tools")
-    schema = {**_ANY_ARGUMENTS, **parameters} if parameters else _NO_ARGUMENTS  # else the model would make some up
+    schema = parameters or _NO_ARGUMENTS  # else the model would make some up
+    if schema.get("type") is None:
+        return _ANY_ARGUMENTS | schema | _ANY_ARGUMENTS
     if schema["type"] != "object":
         raise InvalidRequest(f"{where}: must be the schema of an object, whose type is object", field="tools")
     return schema

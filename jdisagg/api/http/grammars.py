@@ -26,15 +26,18 @@ from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.json_values import MAX_DEPTH, is_too_deep
 from jdisagg.core.requests import Grammar, GrammarKind
 from jdisagg.text.bad_words import literal
+from jdisagg.text.schema_comments import uncommented
 
 MAX_CHOICES = 1000
 MAX_ALLOWED = 2**18  # token ids; to sort a million holds everybody up
 GRAMMAR = "grammar"  # as intake calls the field
 RESPONSE_FORMAT = "response_format"  # of answers in text: calls are beside it
+_OBJECT = {"type": "object"}
 _ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
 _OF_TYPES = {"type", "const", "enum", "$ref", "anyOf", "oneOf", "allOf"}  # keys that say of which types a value is
 _NOTHING = (None, False, "")  # but {} is a schema, and [] no choice
 _MOST_ALIKE = 1000  # tokens of an answer that can be but one token again and again, which llguidance reads ahead to its end
+_TOO_LONG = f"may have at most {MAX_GRAMMAR_BYTES} bytes beside titles, descriptions, defaults and examples; shorten it"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _UNSERVED_OUTPUTS = {
     "structural_tag": "leave it out, or write a grammar",
@@ -117,7 +120,8 @@ def _schema(body: Body, name: str, *, of_object: bool = False) -> Grammar | None
         value = _parsed(name, value)
     if not isinstance(value, dict):
         raise wrong_type(name, "a JSON schema: an object, or its text", value)
-    return _schema_grammar(name, {"type": "object", **value} if of_object and not value.keys() & _OF_TYPES else value)
+    said = {key for key, given in value.items() if given is not None or key == "const"}
+    return _schema_grammar(name, _OBJECT | value | _OBJECT if of_object and not _OF_TYPES & said else value)
 
 
 def _parsed(name: str, text: str) -> Any:
@@ -135,7 +139,7 @@ def _parsed(name: str, text: str) -> Any:
 
 
 def _schema_grammar(name: str, schema: dict[str, Any]) -> Grammar:
-    return Grammar(GrammarKind.JSON_SCHEMA, schema_text(name, schema))
+    return Grammar(GrammarKind.JSON_SCHEMA, schema_text(name, *uncommented([schema], MAX_GRAMMAR_BYTES)))
 
 
 def schema_text(name: str, schema: dict[str, Any], field: str | None = None) -> str:
@@ -146,15 +150,15 @@ def schema_text(name: str, schema: dict[str, Any], field: str | None = None) -> 
         for part in _ENCODER.iterencode(schema):  # one by one: one of megabytes is not written for its beginning
             num_bytes += len(part.encode())
             if num_bytes > MAX_GRAMMAR_BYTES:
-                raise _too_long(name, field)
+                raise InvalidRequest(f"{name}: {_TOO_LONG}", field=field or name)
             parts.append(part)
     except ValueError as error:  # NaN, which is no JSON, or half of a pair, which is no character
         raise InvalidRequest(f"{name}: is not valid JSON: {error}", field=field or name) from error
     return "".join(parts)
 
 
-def _too_long(name: str, field: str | None = None) -> InvalidRequest:
-    return InvalidRequest(f"{name}: may have at most {MAX_GRAMMAR_BYTES} bytes; shorten it", field=field or name)
+def _too_long(name: str) -> InvalidRequest:
+    return InvalidRequest(f"{name}: may have at most {MAX_GRAMMAR_BYTES} bytes; shorten it", field=name)
 
 
 def _written(body: Body, name: str, *, kind: GrammarKind) -> Grammar | None:

@@ -31,6 +31,7 @@ TEXT = '{"type":"object","properties":{"z":{"const":"é"},"a":{}}}'
 JSON, OBJECT = Grammar(GrammarKind.JSON_SCHEMA, TEXT), Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
 ANY_JSON = Grammar(GrammarKind.JSON_SCHEMA, "{}")
 REGEX, LARK = Grammar(GrammarKind.REGEX, "a+"), Grammar(GrammarKind.LARK, "start: /b/")
+WORDY = {"title": "t" * MAX_GRAMMAR_BYTES, "description": "d" * MAX_GRAMMAR_BYTES}
 OPENAI = {"name": "x", "description": "y", "strict": True, "schema": SCHEMA}
 READ: list[tuple[str, Any, Grammar]] = [
     ("response_format", {"type": "json_object"}, OBJECT),
@@ -41,7 +42,15 @@ READ: list[tuple[str, Any, Grammar]] = [
         {"type": "json_object", "schema": {"required": ["a"]}},
         Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object","required":["a"]}'),
     ),
+    (
+        "response_format",
+        {"type": "json_object", "schema": {"type": None, "anyOf": None}},
+        Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object","anyOf":null}'),
+    ),
+    ("response_format", {"type": "json_object", "schema": {"const": None}}, Grammar(GrammarKind.JSON_SCHEMA, '{"const":null}')),
     ("response_format", {"type": "json_schema", "json_schema": OPENAI}, JSON),
+    ("response_format", {"type": "json_schema", "json_schema": {"schema": SCHEMA | WORDY}}, JSON),
+    *((name, SCHEMA | WORDY, JSON) for name in ("structured_outputs.json", "guided_json", "json_schema")),
     ("response_format", {"type": "json_schema", "json_schema": {"schema": {}}}, ANY_JSON),
     ("structured_outputs.json", SCHEMA, JSON),
     ("structured_outputs.json", TEXT.replace(":", " : "), JSON),

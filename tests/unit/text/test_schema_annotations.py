@@ -25,6 +25,8 @@ NOTHING: list[dict[str, Any]] = [
     *({"propertyNames": names} for names in (True, {}, {"type": "string"}, {"type": "string", "title": "t"})),
     *({name: {}} for name in ("dependentRequired", "dependentSchemas", "dependencies")),
     *({name: value} for name in ("unevaluatedProperties", "unevaluatedItems") for value in (True, {})),
+    *({name: None} for name in ("type", "required", "properties", "enum", "items", "format", "additionalProperties", "$ref")),
+    *({name: None} for name in ("pattern", "minimum", "maxLength", "anyOf", "allOf", "not", "if", "propertyNames")),
     *({"minimum": -(2**63)}, {"exclusiveMinimum": -LIMITS[-1]}, {"maximum": 2**63 - 1}, {"exclusiveMaximum": LIMITS[-1]}),
 ]
 PLACES = [
@@ -48,9 +50,10 @@ KEPT: list[Any] = [
     {"type": "object", "default": {"format": "password"}, "examples": [{"uniqueItems": False}]},
     {"properties": {"format": {"const": "password"}, "uniqueItems": False}, "required": ["uniqueItems"]},
     {"x-guidance": {"format": "password"}, "uniqueItems": True},
-    {"format": 5, "items": {"format": None}},
+    {"format": 5, "const": None, "default": None, "items": {"enum": [None], "properties": {"format": None}}},
+    {"anyOf": [None, {"const": {"required": None}}], "x-guidance": {"format": None}},
     {"dependencies": {"format": ["uniqueItems"]}, "items": False},
-    *({"propertyNames": names} for names in (False, {"pattern": "^a"}, {"enum": ["a"]}, {"type": "integer"}, {"maxLength": 3})),
+    *({"propertyNames": names} for names in (False, {"pattern": "^a"}, {"enum": [1]}, {"type": "integer"}, {"maxLength": 3})),
     *({name: value} for name in ("unevaluatedProperties", "unevaluatedItems") for value in (False, {"type": "string"})),
     {"dependentRequired": {"a": ["b"]}, "dependentSchemas": {"a": False}},
     {"properties": {"minimum": {"const": -1e300}, "propertyNames": True}, "enum": [{"maximum": 1e300}]},
