@@ -52,6 +52,23 @@ def test_what_is_required_is_and_what_any_value_may_have_has_any() -> None:
     assert is_refused(record(AB, required=["c"]), "'c' is unsatisfiable")
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"allOf": [record(AB), {"properties": {"c": INTEGER}}]},
+        {"$ref": "#/$defs/O", "$defs": {"O": {"type": "object", "properties": {"c": INTEGER}}}} | record(AB),
+        record(AB, anyOf=[{"properties": {"c": INTEGER}, "required": ["a"]}, {"required": ["b"]}]),
+        record(AB, minProperties=1),
+    ],
+    ids=str,
+)
+def test_what_stands_beside_it_counts_and_brings_no_other_names(asked: dict[str, Any]) -> None:
+    assert takes(asked, {"a": 1})
+    for answer in ({"c": 1}, {"a": 1, "c": 1}, {"a": "1"}):
+        assert not takes(asked, answer)
+    assert takes(asked, {}) is ("anyOf" not in asked and "minProperties" not in asked)
+
+
 def test_properties_of_their_own_keep_their_schemas() -> None:
     asked = record(AB, properties={"b": TEXT})
     assert takes(asked, {"b": "x", "a": 1})
