@@ -38,7 +38,7 @@ def has_look_around(pattern: Any) -> bool:
         return False
     at = 0
     for part in parts_of(pattern) or ():
-        if part == "(" and _LOOK_AROUND.match(pattern, at):
+        if _LOOK_AROUND.match(pattern, at):
             return True
         at += len(part)
     return False
