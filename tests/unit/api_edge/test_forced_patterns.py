@@ -89,4 +89,6 @@ def test_parameters_are_read_as_any_other_schema(choice: Any, head: str, paramet
     "parameters", [{"required": None}, {"properties": None}, {"type": None}, {"type": None, "properties": {}}]
 )
 def test_null_is_the_value_of_no_keyword_of_parameters(choice: Any, parameters: dict[str, Any]) -> None:
-    demo_grammars().compile(forced(choice, parameters))
+    grammar = forced(choice, parameters)
+    head = "" if choice == NAMED else '[{"name":"f","parameters":'
+    assert not advanced(demo_grammars(), grammar, demo_tokenizer().encode(head + "{}", add_special_tokens=False)).error
