@@ -137,6 +137,7 @@ class ServerProcess:
         deadline_s = time.monotonic() + ENGINE_ANSWERS_S
         while "error" in (state := self.state_now()) and time.monotonic() < deadline_s:
             pass
+        assert "error" not in state, state
         return state
 
     def state_now(self) -> dict[str, Any]:

@@ -28,4 +28,5 @@ def test_everybody_who_calls_in_the_same_moment_gets_a_whole_answer(tmp_path: Pa
         assert (figures["well"], figures["failures"]) == (400, {})
         if figures["taken for dead"] == 0:
             break
+        print(done.stdout, done.stderr, sep="\n")
     assert figures["taken for dead"] == 0

@@ -18,7 +18,7 @@ from chaos_kit.session import INJECTIONS, Options, Session
 from chaos_kit.verdict import Verdict
 
 REQUESTS, NUM_RUNS = 150, 3
-START_LIMIT_S, RUN_LIMIT_S = 400.0, 400.0
+START_LIMIT_S, RUN_LIMIT_S = 400.0, 300.0
 pytestmark = pytest.mark.timeout(START_LIMIT_S + RUN_LIMIT_S + 60)
 UNSUMMED = ("--no-checksums",)
 RARE = {"late"}  # one of a hundred fetches of a process, which may die before

@@ -208,7 +208,8 @@ def test_killed_client_frees_its_pages_at_once(pair: Pair, tmp_path: Path) -> No
     script.write_text(
         "from tests.e2e.client import run_all\n"
         "from tests.e2e.blows import long_requests\n"
-        f"run_all({pair.decode.grpc!r}, long_requests(8, seed=900, max_tokens=180))\n"
+        f"got = run_all({pair.decode.grpc!r}, long_requests(8, seed=900, max_tokens=180))\n"
+        "assert all(one.error is None for one in got)\n"
     )
     for _ in range(TRIES):
         before = pair.decode.metric("jdisagg_requests_finished_total", reason="length")
@@ -294,7 +295,7 @@ def test_a_prompt_moves_to_another_prefill_worker_while_the_first_is_quiet(
         assert_exact(run_all(decode.grpc, requests), wanted)
         found = [decode.metric(name, **labels) - was for (name, labels), was in zip(moves, before, strict=True)]
         first.signal(signal.SIGCONT)
-        if found == [1, 1]:
+        if any(found):
             break  # else D knew that the first is quiet before it was asked
         time.sleep(2 * SUSPECT_S)
     assert found == [1, 1]

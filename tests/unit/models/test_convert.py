@@ -205,10 +205,14 @@ def ended_as_it_writes(tmp_path: Path, model_directory: Path, end: Callable[[Pro
     command = [sys.executable, "-m", "jdisagg.convert", "--model", str(model_directory), "--output", str(output)]
     for _ in range(5):
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, process_group=0) as process:
-            while not list(tmp_path.glob(".out.partial-*/orbax*")) and process.poll() is None:
-                time.sleep(0.002)
-            end(process)
-            _, said = process.communicate(timeout=120.0)
+            try:
+                while not list(tmp_path.glob(".out.partial-*/orbax*")) and process.poll() is None:
+                    time.sleep(0.002)
+                if process.poll() is None:
+                    end(process)
+                _, said = process.communicate(timeout=120.0)
+            finally:
+                process.kill()
         if not output.exists():
             break
         shutil.rmtree(output)

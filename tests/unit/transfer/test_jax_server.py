@@ -194,11 +194,13 @@ def listening_on() -> set[int]:
     """The ports on which this process listens as jax does."""
     ports = set()
     for descriptor in map(int, os.listdir("/dev/fd")):
-        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
-            if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and one.getsockopt(
-                socket.SOL_SOCKET, socket.SO_REUSEPORT
-            ):
-                ports.add(one.getsockname()[1])
+        with suppress(OSError):  # no socket, or closed by now
+            one = socket.socket(fileno=descriptor)
+            try:
+                options = [one.getsockopt(socket.SOL_SOCKET, name) for name in (socket.SO_ACCEPTCONN, socket.SO_REUSEPORT)]
+                ports |= {one.getsockname()[1]} if all(options) else set()
+            finally:
+                one.detach()
     return ports
 
 
