@@ -46,7 +46,7 @@ def readable(schema: Any, looks_left: Iterator[int] | None = None) -> Any:
     referred to is not looked at. `looks_left`: of `schema_tags.looks`, for one of several."""
     missing = missing_tags(schema, looks_left)
     references = cache(partial(read_references, schema))
-    names = Names(references, partial(referred, schema))
+    names = Names(references, cache(partial(referred, schema)))  # a reference may be long
     may_overlap = _may_overlap(schema)
 
     def change(one: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@ the larger part."""
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import Any
 
 from jdisagg.text.schema_refs import read_references, values_in
@@ -33,8 +32,10 @@ def uncommented(schemas: list[Any], most_bytes: int) -> list[Any]:
         changed = [rebuilt(one, change) for one in schemas]
     except _TooLong:
         return schemas
-    if any(True for _ in islice(values_in(changed), most_bytes, None)):
-        return schemas
+    for one in values_in(changed):
+        most_bytes -= 1 + (len(one) if isinstance(one, str) else 0)
+        if most_bytes < 0:  # a reference may be long, too
+            return schemas
     return [
         two if read_references(two).through.isdisjoint(COMMENTS) else one for one, two in zip(schemas, changed, strict=True)
     ]

@@ -68,7 +68,8 @@ def referred(root: Any, reference: str) -> dict[str, Any] | None:
 
 
 def _missing(branch: dict[str, Any], tags: set[str]) -> list[str]:
-    properties, required = branch.get("properties"), branch.get("required") or []
+    properties, required = branch.get("properties"), branch.get("required")
+    required = [] if required is None else required
     if not isinstance(properties, dict) or not isinstance(required, list):
         return []
     return sorted((tags & properties.keys()) - {name for name in required if isinstance(name, str)})

@@ -116,7 +116,7 @@ class TransferServer:
             )
             bound_first_words()
             port = int(self._server.address().rpartition(":")[2])
-        except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        except (ImportError, AttributeError, TypeError, ValueError, RuntimeError, OSError) as error:
             raise Unsupported(f"jax {jax.__version__} on {devices[0].platform}: {error!r}") from error
         self.address = f"{host}:{port}"
 

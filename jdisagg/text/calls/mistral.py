@@ -3,7 +3,6 @@ behind the name or not, for each call."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 
@@ -43,8 +42,8 @@ class Mistral:
         """See ModelFormat."""
         more, again = (' (BLANKS? "," BLANKS? call)*', "+") if in_parallel else ("", "")
         begin, listed = mark(_BEGIN), f'BLANKS? "[" BLANKS? call{more} BLANKS? "]"'
-        bare = [json.dumps(name) for name in names if _BARE.fullmatch(name)]
+        bare = [name.replace(".", r"\.") for name in names if _BARE.fullmatch(name)]
         if not bare:
             return [f"calls: {begin} {listed}"]
         behind = f"({mark(_ID)} /[a-zA-Z0-9]{{1,32}}/)? {mark(_ARGUMENTS)}? BLANKS? object"
-        return [f"calls: {begin} {listed} | named{again}", f"named: {begin} BLANKS? ({' | '.join(bare)}) {behind}"]
+        return [f"calls: {begin} {listed} | named{again}", f"named: {begin} BLANKS? /{'|'.join(bare)}/ {behind}"]

@@ -75,6 +75,8 @@ LONG: list[dict[str, Any]] = [
     {"enum": [None] * MOST},
     {"const": [[None] * MOST]},
     {"properties": {str(number): {} for number in range(MOST)}},
+    {"$ref": "%41" * MOST},
+    {"const": {"$ref": "/" * MOST}},
 ]
 
 

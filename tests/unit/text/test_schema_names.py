@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+from time import thread_time
 from typing import Any, Literal
 
 import pytest
@@ -120,6 +121,21 @@ def test_copies_have_one_bound_for_all_that_is_nested() -> None:
     for _ in range(12):
         asked = record({"enum": [f"n{number}" for number in range(10)]}, additionalProperties=asked)
     assert len(json.dumps(readable(asked))) < 2**17, "10 ** 12 schemas else"
+
+
+def test_a_long_reference_is_followed_once_and_a_long_schema_not_read_for_each() -> None:
+    name, keys = "%7E0" * 8000, {f"{number}": 0 for number in range(5000)}
+    defs = {"a": {"$ref": f"#/$defs/{name}"}, "~" * 8000: {"$ref": "#/$defs/a"}, "b": {"$ref": "#/$defs/c"}, "c": keys}
+    asked = {"allOf": [record({"$ref": f"#/$defs/{'ab'[number % 2]}"}) for number in range(2000)], "$defs": defs}
+    began_s = thread_time()
+    assert readable(asked) == asked
+    assert thread_time() - began_s < 1.0
+
+
+def test_names_of_an_enum_that_all_refer_to_have_one_bound() -> None:
+    names = {"enum": [f"{number}".zfill(270) for number in range(120)]}
+    asked = {"allOf": [{"propertyNames": {"$ref": "#/$defs/n"}} for _ in range(700)], "$defs": {"n": names}}
+    assert len(json.dumps(readable(asked))) < 3 * len(json.dumps(asked))
 
 
 def test_data_and_names_list_nothing() -> None:

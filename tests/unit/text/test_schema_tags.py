@@ -107,6 +107,7 @@ def test_a_tag_that_is_there_is_required_once_wherever_its_branch_stands() -> No
             "discriminator": {"propertyName": "t"},
             "oneOf": [{"properties": {"t": True}, "required": "a"}, {"properties": ["t"]}],
         },
+        {"discriminator": {"propertyName": "t"}, "anyOf": [{"properties": {"t": True}, "required": False}]},
         {"discriminator": {"propertyName": "t"}, "oneOf": "t"},
         {"const": {"discriminator": {"propertyName": "t"}, "oneOf": [{"properties": {"t": True}}]}},
         {"discriminator": {"propertyName": "t"}, "allOf": [{"properties": {"t": True}}]},

@@ -188,3 +188,13 @@ def test_the_longest_head_is_read(tokenizer: Tokenizer, grammars: Grammars, name
         matcher = advanced(grammars, grammar, tokenizer.encode(head, add_special_tokens=False))
         assert (not matcher.error) is may_be_written
         assert CallReader(FORMATS[name], [long]).push(head)[0] == Called(long)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_of_very_many_functions_each_may_be_called(tokenizer: Tokenizer, grammars: Grammars, name: str) -> None:
+    names = [f"server.tool_{number}" for number in range(700)]
+    grammar = answer_or_calls('{"type":"integer"}', FORMATS[name], names, tokenizer.token_id, in_parallel=True)
+    call = {"hermes": hermes, "llama3_json": llama, "mistral": mistral}[name]
+    assert is_whole(tokenizer, grammars, grammar, call(names[-1]))
+    assert not is_whole(tokenizer, grammars, grammar, call("server-tool_1"))
+    assert not is_whole(tokenizer, grammars, grammar, call("server.tool_700"))
