@@ -19,7 +19,7 @@ def test_engines_take_the_devices_that_serve_would_give_them() -> None:
     local = Config(local=LocalConfig(num_prefill=1, num_decode=2, prefill_tp=2))
     shared = planned_engines(replace(local, device=DeviceConfig(devices="0-1")), parse_topology("h200:4"))
     apart = planned_engines(replace(local, device=DeviceConfig(devices="0-3")), parse_topology("h200:4"))
-    assert [each.devices for each in shared] == [(0, 1), (0,), (0,)]
+    assert [each.devices for each in shared] == [(0, 1), (0,), (1,)]
     assert [each.devices for each in apart] == [(0, 1), (2,), (3,)]
     colocated = planned_engines(replace(local, role="colocated"), parse_topology("v6e:2x2"))
     assert [(each.role, each.devices) for each in colocated] == [(Role.PREFILL, (0, 1)), (Role.DECODE, (2,))]
