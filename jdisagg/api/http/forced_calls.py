@@ -22,7 +22,7 @@ from jdisagg.text.schema_comments import uncommented
 from jdisagg.text.schema_tags import looks
 
 TOOLS = "tools"  # the field that the grammar is made of
-_AT_LINE = re.compile(r"grammar \(lark\): at (\d+)\(\d+\): ")  # as errors of a grammar say where they are
+AT_LINE = re.compile(r"grammar \(lark\): at (\d+)\(\d+\): ")  # as errors of a grammar say where they are
 _HEAD_LINES, _FUNCTION_LINES = 2, 2  # of the grammar of "required"
 _ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -74,7 +74,7 @@ def with_function(message: str, body: Body) -> str:
         number = (int(found[1]) - 1 - _HEAD_LINES) // _FUNCTION_LINES
         return f"parameters of {names[number]}: " if 0 <= number < len(names) else found[0]
 
-    return _AT_LINE.sub(named, message, count=1)
+    return AT_LINE.sub(named, message, count=1)
 
 
 def _schema(where: str, parameters: Any) -> dict[str, Any]:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.sampling_bounds import MAX_GRAMMAR_BYTES
 from jdisagg.api.http.body import Body
+from jdisagg.api.http.forced_calls import AT_LINE
 from jdisagg.api.http.grammars import GRAMMAR, RESPONSE_FORMAT, schema_text
 from jdisagg.api.http.tools import may_call, read_functions
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import Grammar, GrammarKind, SamplingParams
 from jdisagg.text.calls.grammar import answer_or_calls
 from jdisagg.text.grammar import schema_in_lark
-
-_AT_LINE = re.compile(r"grammar \(lark\): at \d+\(\d+\): ")
 
 
 def with_free_calls(sampling: SamplingParams, body: Body, edge: Edge) -> SamplingParams:
@@ -37,4 +35,4 @@ def with_free_calls(sampling: SamplingParams, body: Body, edge: Edge) -> Samplin
 
 def without_line(message: str) -> str:
     """`message`, of the grammar made of both, without a line that nobody has seen."""
-    return _AT_LINE.sub("", message, count=1)
+    return AT_LINE.sub("", message, count=1)

@@ -23,15 +23,20 @@ sys.exit(status)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_process_that_is_told_again_when_all_is_done_ends_as_it_would_have(number: signal.Signals) -> None:
-    command = [sys.executable, "-c", DRAINED]
+def told_again(program: str, word: str, number: signal.Signals) -> tuple[int, str]:
+    """The status and stderr of `program`, which gets the signal once it has written `word`."""
+    command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "over\n"
+        assert process.stdout.readline() == f"{word}\n"
         process.send_signal(number)
         _, said = process.communicate(timeout=60.0)
-    assert (process.returncode, said) == (0, "")
+    return process.returncode, said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_that_is_told_again_when_all_is_done_ends_as_it_would_have(number: signal.Signals) -> None:
+    assert told_again(DRAINED, "over", number) == (0, "")
 
 
 LEAVING = """
@@ -54,10 +59,4 @@ sys.exit(run_process(serve))
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_process_that_is_told_again_while_python_takes_itself_down_ends_as_it_would_have(number: signal.Signals) -> None:
-    command = [sys.executable, "-c", LEAVING]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "leaving\n"
-        process.send_signal(number)
-        _, said = process.communicate(timeout=60.0)
-    assert (process.returncode, said) == (3, "")
+    assert told_again(LEAVING, "leaving", number) == (3, "")
