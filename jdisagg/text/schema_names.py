@@ -10,7 +10,7 @@ from typing import Any
 from jdisagg.text.schema_comments import COMMENTS
 from jdisagg.text.schema_refs import References
 
-_MOST_NAMES = 120  # as many may be optional: see docs/operations.md
+_MOST_NAMES = 120  # as many may be optional: see docs/api.md
 _MOST_COPIED = 2**15  # bytes in one schema: of names, and of schemas that are each written once for every name
 _MOST_KEYS = len(COMMENTS) + 2  # of a schema that lists names
 _MOST_STEPS = 8  # from one reference to the next

@@ -107,7 +107,12 @@ def test_links_lead_somewhere(text: str, request: pytest.FixtureRequest) -> None
 
 @pytest.mark.parametrize(
     ("name", "there"),
-    [("operations.md", ["Alerts and a dashboard", "Upgrades"]), ("deployment.md", ["TPU hosts", "Prometheus"])],
+    [
+        ("operations.md", ["Alerts and a dashboard", "Upgrades"]),
+        ("deployment.md", ["TPU hosts", "Prometheus"]),
+        ("api.md", ["Structured output", "A gRPC client"]),
+        ("testing.md", ["The network between hosts"]),
+    ],
 )
 def test_a_long_page_begins_with_a_list_of_its_headings_in_their_order(name: str, there: list[str]) -> None:
     page = ROOT / "docs" / name
@@ -121,7 +126,7 @@ def test_a_long_page_begins_with_a_list_of_its_headings_in_their_order(name: str
     "link",
     [
         *("configs/prometheus", "docs/aot.md#topologies", "docs/deployment.md"),
-        *("docs/operations.md#structured-output", "docs/operations.md#upgrades"),
+        *("docs/api.md#structured-output", "docs/operations.md#upgrades"),
     ],
 )
 def test_the_readme_leads_to_what_a_first_try_stumbles_over(link: str) -> None:
@@ -178,7 +183,7 @@ def test_flags_for_some_roles_alone_are_in_a_table_with_these() -> None:
 
 
 def test_every_way_to_fail_is_named_with_both_statuses() -> None:
-    rows = (ROOT / "docs" / "operations.md").read_text().splitlines()
+    rows = (ROOT / "docs" / "api.md").read_text().splitlines()
     statuses = {
         (kind.http_status, kind.grpc_status) for kind in failures(RequestError) if kind.http_status != 409
     }  # of workers
