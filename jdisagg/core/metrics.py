@@ -173,6 +173,8 @@ class CacheMetrics:
     def __init__(self, new: _Registry) -> None:
         self.pages_free = new.gauge("kv_pages_free", "KV pages nobody references (reusable prefix pages included).")
         self.pages_used = new.gauge("kv_pages_used", "KV pages referenced by at least one request.")
+        usage = new.gauge("kv_usage_ratio", "The part of all KV pages that is referenced, 0 to 1.")
+        usage.set_function(lambda: _part(self.pages_used, self.pages_free))
         self.query_tokens = new.counter("prefix_cache_query_tokens", "Prompt tokens looked up in the cache.")
         self.hit_tokens = new.counter("prefix_cache_hit_tokens", "Prompt tokens served from the prefix cache.")
         self.refound_tokens = new.counter(
@@ -276,3 +278,8 @@ class Metrics:
     def text(self) -> str:
         """Everything in Prometheus text format 0.0.4 (`CONTENT_TYPE`)."""
         return generate_latest(self.registry).decode("utf-8")
+
+
+def _part(used: Gauge, free: Gauge) -> float:
+    held, rest = (sum(sample.value for family in gauge.collect() for sample in family.samples) for gauge in (used, free))
+    return held / (held + rest) if held + rest else 0.0

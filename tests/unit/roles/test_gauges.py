@@ -56,6 +56,7 @@ def test_pages_states_and_load_of_an_engine_are_those_of_its_scheduler(monkeypat
     assert 0 < free < scheduler.num_pages
     assert metrics.cache.pages_free._value.get() == free
     assert metrics.cache.pages_used._value.get() == scheduler.num_pages - free
+    assert f"jdisagg_kv_usage_ratio {(scheduler.num_pages - free) / scheduler.num_pages}\n" in metrics.text()
     shown = {state: metrics.requests.live.labels(state=state)._value.get() for state in scheduler.counts()}
     assert shown == scheduler.counts()
     assert (loop.load.running, loop.load.waiting) == (1, 1)
