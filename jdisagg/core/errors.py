@@ -49,7 +49,7 @@ class SelfTestFailed(ConfigError):
 
 
 class RequestError(JdisaggError):
-    """Base of errors that end one request and no other."""
+    """Base of errors that end one request and no other. Each kind can be made of a message alone, as replays do."""
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
@@ -150,7 +150,7 @@ class HandoffLost(RequestError):
 class Deadly(HandoffLost):
     """All prefill workers there are, or as many as one asks, went down with it: it may be what they died of."""
 
-    def __init__(self, message: str, *, num_down: int) -> None:
+    def __init__(self, message: str, *, num_down: int = 1) -> None:
         super().__init__(message)
         self.num_down = num_down
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from jdisagg.core import errors
 from jdisagg.core.config import SchedulerConfig
-from jdisagg.core.errors import HandoffLost, InvalidRequest, Overloaded
+from jdisagg.core.errors import HandoffLost, InvalidRequest, Overloaded, RequestError
 from jdisagg.core.requests import FinishReason, Output, Provenance, Role, TokenLogprob
 from jdisagg.replay import main, replay
 from jdisagg.sched.flight_recorder import NUM_RECENT_PLANS
@@ -16,6 +17,10 @@ from jdisagg.sched.log import LoggedScheduler, make_scheduler
 from jdisagg.sched.log_codec import decode, encode
 from jdisagg.sched.plan import Sampled, StepResult
 from tests.unit.sched.engine_fake import FakeEngine, expected, request
+
+
+def _ends_a_request(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, RequestError)
 
 
 @pytest.fixture
@@ -114,12 +119,16 @@ def test_values_come_back_from_json_as_they_were() -> None:
     )
     values = (output, result, request("r", (1, 2), logit_bias=((3, 0.5),)), Role.DECODE, None, SchedulerConfig())
     assert decode(json.loads(json.dumps(encode(values)))) == values
-    error = decode(encode(HandoffLost("why")))
-    assert (type(error), error.message) == (HandoffLost, "why")
     with pytest.raises(TypeError):
         encode(object())
     with pytest.raises(KeyError):
         decode({"$": "Unheard"})
+
+
+@pytest.mark.parametrize("kind", [kind for kind in vars(errors).values() if _ends_a_request(kind)])
+def test_every_error_that_ends_a_request_comes_back_from_json(kind: type[RequestError]) -> None:
+    error = decode(json.loads(json.dumps(encode(kind("why")))))
+    assert (type(error), error.message) == (kind, "why")
 
 
 def test_the_last_plans_are_kept_without_a_file() -> None:
