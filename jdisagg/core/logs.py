@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 GRPC_SERVER_LOG = "grpc._cython.cygrpc"
 HTTP_SERVER_LOG = "uvicorn.error"
-HTTP_BUG = "Exception in ASGI application\n"  # likewise, of what ended a call, with its stack
 NO_HTTP = "Invalid HTTP request received."  # uvicorn's words, of whoever sent it nothing more is known
+HTTP_BUG = "Exception in ASGI application\n"  # likewise, of what ended a call, with its stack
 GARBLED_EVERY_S = 10.0
 BUG_EVERY_S, BUG_FIRST = 10.0, 16  # stacks of kilobytes: a bug may end every call
 NO_TEXT = "Invalid encoding on %s"  # gRPC's, of the status of a call; whoever called tells of that

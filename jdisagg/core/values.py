@@ -29,7 +29,7 @@ _MAX_SECRET = 2**16  # characters of its file that are read
 def read_value(flag: Flag, hint: Any, raw: object, where: str, *, is_text: bool) -> Any:
     """The typed value of `raw` for a field annotated `hint`. `is_text`: raw was typed on a command line.
 
-    Raises ConfigError. Sizes come back in bytes, addresses and origins as a tuple, secrets as the first line of their file.
+    Raises ConfigError. Sizes come back in bytes, addresses and origins as a tuple, secrets as the text of their file.
     """
     kind = _without_none(hint)
     if flag.syntax == "addresses":

@@ -1,7 +1,7 @@
 """`ModelRunner`: the device side of one engine. Plans go in, tokens come out, one step late if the caller likes.
 
 dispatch(plan): forget -> page copies -> offload -> evict -> admit -> page appends -> restore -> masks of grammars
-                -> prefill steps -> decode steps                                     nothing waits
+                -> prefill steps -> decode steps
 collect(handle): one read of what those steps sampled
 export_tokens / import_tokens: KV of a token range as a piece [L, T, K, F], which knows no pages
 """

@@ -55,7 +55,7 @@ class PageCopy:
 class HostCopy:
     """KV of a sequence's tokens [0, num_tokens) in `page_table`, to host memory (offload) or back from there (restore).
 
-    An offload replaces what the host kept under the same key; a restore, and `Plan.forget`, remove it.
+    A key has one copy at a time: an offload makes it; a restore, or `Plan.forget`, removes it.
     """
 
     key: str  # request id
