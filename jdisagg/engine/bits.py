@@ -36,7 +36,7 @@ def compute_bits(runner: ModelRunner) -> str:
         request_id="",
         choice=0,
         sampling=_SAMPLING,
-        eos_token_ids=(),
+        stop_ids=(),
         page_table=page_table,
         prompt_token_ids=token_ids,
         generated_token_ids=(),

@@ -30,9 +30,10 @@ def pack_admissions(admits: Sequence[Admit], *, num_slots: int, width: int, voca
             rows.cursor[:, number] = admit.slot, last, tokens
             rows.page_table[number, : len(pages)] = pages
             rows.floats[number] = [getattr(sampling, name) for name in FLOAT_COLUMNS]
-            stops = _suppressed(admit)
+            num_stops = len(admit.stop_ids)
+            assert num_stops <= MAX_STOP_TOKEN_IDS, f"request {admit.request_id}: {num_stops} stop ids passed intake"
             rows.ints[number, : len(INT_COLUMNS)] = _ints(admit, vocab_size)
-            rows.ints[number, len(INT_COLUMNS) : len(INT_COLUMNS) + len(stops)] = stops
+            rows.ints[number, len(INT_COLUMNS) : len(INT_COLUMNS) + num_stops] = admit.stop_ids
         yield rows
 
 
@@ -60,14 +61,6 @@ def _ints(admit: Admit, vocab_size: int) -> list[int]:
         "constrained": int(sampling.grammar is not None),
     }
     return [values[name] for name in INT_COLUMNS]
-
-
-def _suppressed(admit: Admit) -> tuple[int, ...]:
-    """Ids that end the sequence, masked while it is shorter than min_tokens asks."""
-    stops = admit.sampling.stop_token_ids + (() if admit.sampling.ignore_eos else admit.eos_token_ids)
-    stops = tuple(dict.fromkeys(stops))
-    assert len(stops) <= MAX_STOP_TOKEN_IDS, f"request {admit.request_id}: {len(stops)} stop ids passed intake"
-    return stops
 
 
 def is_shaped(sampling: SamplingParams) -> bool:

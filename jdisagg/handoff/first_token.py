@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, TokenLogprob
-from jdisagg.sched.stops import find_stop
+from jdisagg.sched.stops import find_stop, stop_ids
 
 _GOES_ON = (None, None)
 
@@ -29,9 +29,9 @@ def objection(first: Output, request: EngineRequest, vocab_size: int, eos_token_
         return f"with finish 'length', {request.remaining_tokens} tokens before it"
     if bool(token_ids) is not (request.remaining_tokens > 0):
         return f"with {len(token_ids)} tokens, wanted {min(1, request.remaining_tokens)}"
-    told = (first.finish, first.stop_token_id)
+    told, stops = (first.finish, first.stop_token_id), stop_ids(request.sampling, eos_token_ids)
     for token_id in token_ids:
-        due = find_stop(token_id, len(request.generated_token_ids) + 1, request.sampling, eos_token_ids) or _GOES_ON
+        due = find_stop(token_id, len(request.generated_token_ids) + 1, request.sampling, stops) or _GOES_ON
         if told != due:
             return f"with token {token_id} and {_named(told)}, wanted {_named(due)}"
     return _misfit("logprobs", first.logprobs, token_ids if request.sampling.logprobs is not None else ()) or _misfit(

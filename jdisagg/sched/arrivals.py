@@ -54,7 +54,8 @@ class Arrivals:
         if request.request_id in self._table.live:
             raise InvalidRequest(f"request id {request.request_id!r} is live already; use a new one", field="request_id")
         check_request(request, self._limits, knows_prompt=self._table.groups.has_prompt(request))
-        if self._end_if_complete(request):
+        stops = stop_ids(request.sampling, self._limits.eos_token_ids)
+        if self._end_if_complete(request, stops):
             return
         status = Status.PREALLOC if remote else Status.WAITING
         begun = goes_on or bool(request.generated_token_ids)
@@ -73,8 +74,8 @@ class Arrivals:
             request=request,
             order=order,
             status=status,
-            stop_ids=stop_ids(request.sampling, self._limits.eos_token_ids),
             target=request.num_tokens,
+            stop_ids=stops,
             wait=WaitState(is_remote=remote, is_open=is_open),
         )
         self._num_added += 1
@@ -136,10 +137,10 @@ class Arrivals:
         aging_s = self._config.priority_aging_s
         return now_s + request.priority * aging_s if aging_s > 0 else float(request.priority)
 
-    def _end_if_complete(self, request: EngineRequest) -> bool:
+    def _end_if_complete(self, request: EngineRequest, stops: frozenset[int]) -> bool:
         """A resumed request may have got all its tokens already: then only its end is owed."""
-        generated, eos = request.generated_token_ids, self._limits.eos_token_ids
-        stop = find_stop(generated[-1], len(generated), request.sampling, eos) if generated else None
+        generated = request.generated_token_ids
+        stop = find_stop(generated[-1], len(generated), request.sampling, stops) if generated else None
         if stop is not None:
             finish, stop_token_id = stop
             self._complete.append(

@@ -21,7 +21,6 @@ class Committer:
 
     table: SequenceTable
     role: Role
-    eos_token_ids: tuple[int, ...]
 
     def commit(self, rows: dict[int, Row], result: StepResult) -> list[Output]:
         """Outputs of one step, in the order in which its rows were planned."""
@@ -158,7 +157,7 @@ class Committer:
         if sampling.max_tokens == 0:  # only the prompt was wanted (its log-probabilities)
             return (), (FinishReason.LENGTH, None)
         for count, token_id in enumerate(token_ids, start=1):
-            stop = find_stop(token_id, num_generated + count, sampling, self.eos_token_ids)
+            stop = find_stop(token_id, num_generated + count, sampling, sequence.stop_ids)
             if stop is not None:
                 return token_ids[:count], stop
         return token_ids, None

@@ -25,7 +25,7 @@ class Admit:
     request_id: str
     choice: int
     sampling: SamplingParams
-    eos_token_ids: tuple[int, ...]
+    stop_ids: tuple[int, ...]  # that may end it; masked while it is shorter than min_tokens asks
     page_table: PageTable
     prompt_token_ids: tuple[int, ...]
     generated_token_ids: tuple[int, ...]  # known on the host; when `decodes` the last of them is fed next

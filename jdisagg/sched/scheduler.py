@@ -76,8 +76,8 @@ class Scheduler:
         reserve = None if role is Role.PREFILL else config.reserved_decode_tokens
         self._admission = Admission(self._table, reserve, max_model_len)
         self._rows = RowPlanner(self._table, config, self._limits)
-        self._starter = Starter(self._table, self._admission, self._rows, config, eos_token_ids)
-        self._committer = Committer(self._table, role, eos_token_ids)
+        self._starter = Starter(self._table, self._admission, self._rows, config)
+        self._committer = Committer(self._table, role)
         self._steps = StepsInFlight()
         self._arrivals = Arrivals(self._table, self._admission, self._committer, config, self._limits)
 

@@ -66,6 +66,7 @@ class Sequence:
     order: tuple[float, int]
     status: Status
     target: int  # tokens whose KV must exist before the next token: computed here or fetched, then decoding starts
+    stop_ids: frozenset[int]  # tokens that may end it
     holding: Holding = field(default_factory=Holding)
     num_computed: int = 0
     num_scheduled: int = 0
@@ -74,7 +75,6 @@ class Sequence:
     slot: int | None = None
     wait: WaitState = field(default_factory=WaitState)
     told: Told = field(default_factory=Told)
-    stop_ids: frozenset[int] = frozenset()  # tokens that may end it
     max_tokens: int = field(init=False)
     generated: array[int] = field(init=False)  # 4 bytes a token, and nothing that the garbage collector goes through
 

@@ -22,7 +22,6 @@ class Starter:
     admission: Admission
     rows: RowPlanner
     config: SchedulerConfig
-    eos_token_ids: tuple[int, ...]
 
     def start(self, draft: Draft, donors: dict[Sequence, Sequence]) -> None:
         """Let in whoever can go; `donors`: who can fork, in order, and from whom. After a preemption nobody new may take what
@@ -161,7 +160,7 @@ class Starter:
                 request_id=sequence.request_id,
                 choice=sequence.request.choice,
                 sampling=sequence.request.sampling,
-                eos_token_ids=self.eos_token_ids,
+                stop_ids=tuple(sorted(sequence.stop_ids)),
                 page_table=sequence.holding.page_table,
                 prompt_token_ids=sequence.request.prompt_token_ids,
                 generated_token_ids=tuple(sequence.generated),

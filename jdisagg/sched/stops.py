@@ -7,10 +7,10 @@ from jdisagg.core.requests import FinishReason, SamplingParams
 Stop = tuple[FinishReason, int | None]  # reason, and the EOS / stop id that ended it
 
 
-def find_stop(token_id: int, num_generated: int, sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> Stop | None:
-    """Does `token_id`, the `num_generated`-th token of its sequence, end it? Below min_tokens no token id does."""
-    is_stop_id = token_id in sampling.stop_token_ids or (token_id in eos_token_ids and not sampling.ignore_eos)
-    if is_stop_id and num_generated >= sampling.min_tokens:
+def find_stop(token_id: int, num_generated: int, sampling: SamplingParams, stops: frozenset[int]) -> Stop | None:
+    """Does `token_id`, the `num_generated`-th token of its sequence, end it? Of `stops`, its `stop_ids`, none does below
+    min_tokens."""
+    if token_id in stops and num_generated >= sampling.min_tokens:
         return FinishReason.STOP, token_id
     if num_generated >= sampling.max_tokens:
         return FinishReason.LENGTH, None

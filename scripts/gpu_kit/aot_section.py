@@ -143,7 +143,7 @@ def _admit(slot: int, pages: range, context: int) -> Admit:
         request_id=f"aot-{slot}",
         choice=0,
         sampling=SamplingParams(max_tokens=ROOM_TOKENS),
-        eos_token_ids=(),
+        stop_ids=(),
         page_table=(tuple(pages),),
         prompt_token_ids=(1,) * (context - 1),
         generated_token_ids=(2,),

@@ -96,7 +96,7 @@ class Subject:
                     request_id=f"r{slot}",
                     choice=0,
                     sampling=SamplingParams(temperature=0.0),
-                    eos_token_ids=(),
+                    stop_ids=(),
                     prompt_token_ids=prompt,
                     generated_token_ids=(),
                     decodes=True,

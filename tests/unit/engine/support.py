@@ -26,6 +26,7 @@ from jdisagg.models.load import LoadedModel
 from jdisagg.models.sharding import make_mesh
 from jdisagg.models.spec import ModelSpec
 from jdisagg.sched.plan import Admit, PageAppend, Plan, PrefillChunk, Sampled, StepResult
+from jdisagg.sched.stops import stop_ids
 
 VOCAB = 97
 CONFIG = {
@@ -143,7 +144,7 @@ def admit(slot, pages, prompt, sampling=GREEDY, *, generated=(), decodes=False, 
         request_id=f"r{slot}",
         choice=choice,
         sampling=sampling,
-        eos_token_ids=tuple(eos),
+        stop_ids=tuple(sorted(stop_ids(sampling, eos))),
         page_table=(tuple(pages),),
         prompt_token_ids=tuple(prompt),
         generated_token_ids=tuple(generated),

@@ -103,7 +103,7 @@ def test_ends_are_held_back_until_so_many_tokens_follow_the_prompt():
     request = admit(0, (1,), [3, 4], SamplingParams(min_tokens=5, stop_token_ids=(8,)), generated=[6])
     (rows,) = updates.pack_admissions([request], num_slots=6, width=4, vocab_size=10)
     assert rows.ints[0, INT_COLUMNS.index("min_length")] == 7
-    assert rows.ints[0, len(INT_COLUMNS) :].tolist()[:3] == [8, 0, 10], "8, EOS, padding"
+    assert rows.ints[0, len(INT_COLUMNS) :].tolist()[:3] == [0, 8, 10], "EOS, 8, padding"
 
 
 def test_history_counts_prompt_and_generated_tokens():

@@ -15,7 +15,7 @@ from jdisagg.handoff.borrower import LONGEST_S, Borrowed, Borrower, BorrowerActi
 from jdisagg.handoff.credit import most_pieces_of
 from jdisagg.handoff.messages import HandoffId, StreamEnded
 from jdisagg.handoff.prefill_side import PrefillSide
-from jdisagg.sched.stops import find_stop
+from jdisagg.sched.stops import find_stop, stop_ids
 from tests.unit.handoff.loans import Loans
 from tests.unit.handoff.parties import Stream
 from tests.unit.handoff.rig import BPT, ready
@@ -106,7 +106,7 @@ class Prefiller:
             return
         request = self.engine.pop(engine_id)
         token_id = EOS if len(request.token_ids) % 5 == 0 else 9  # every fifth length samples EOS
-        finish, stop_token_id = find_stop(token_id, 1, request.sampling, (EOS,)) or (None, None)
+        finish, stop_token_id = find_stop(token_id, 1, request.sampling, stop_ids(request.sampling, (EOS,))) or (None, None)
         output = Output(request_id=engine_id, token_ids=(token_id,), finish=finish, stop_token_id=stop_token_id)
         self.run(self.side.on_first_token(engine_id, output), now_s)
 

@@ -12,7 +12,7 @@ from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenanc
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.decode_side import DecodeSide
 from jdisagg.handoff.messages import Accepted, Done, HandoffId, Open, StreamEnded
-from jdisagg.sched.stops import find_stop
+from jdisagg.sched.stops import find_stop, stop_ids
 from tests.unit.handoff.rig import BPT, NEVER, decode_side, none_of, only, prefill_side, request
 
 FULL = Output(
@@ -287,8 +287,8 @@ def test_what_ends_a_request_at_p_is_d_s_to_say(sampling: dict[str, Any], eos_of
     wanted = asked("r", **sampling)
     told = only(act.OpenStream, side.start(wanted, 0, ("p",), 0.0)).message.request
     for token_id in (5, 6, 7, 42, 50):
-        at_p = find_stop(token_id, 1, told.sampling, eos_of_p)
-        assert at_p == find_stop(token_id, 1, wanted.sampling, eos), f"token {token_id}"
+        at_p = find_stop(token_id, 1, told.sampling, stop_ids(told.sampling, eos_of_p))
+        assert at_p == find_stop(token_id, 1, wanted.sampling, stop_ids(wanted.sampling, eos)), f"token {token_id}"
     assert replace(told, sampling=wanted.sampling) == wanted
 
 

@@ -14,7 +14,7 @@ PROMPT = (5, 6, 7, 8, 9)
 
 def admit(slot: int, pages: tuple[int, ...], prompt: tuple[int, ...] = PROMPT, *, decodes: bool = False) -> Admit:
     return Admit(
-        slot=slot, request_id=f"r{slot}", choice=0, sampling=SamplingParams(max_tokens=4), eos_token_ids=(0,),
+        slot=slot, request_id=f"r{slot}", choice=0, sampling=SamplingParams(max_tokens=4), stop_ids=(0,),
         page_table=(pages,), prompt_token_ids=prompt, generated_token_ids=(), decodes=decodes,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from tests.unit.sched.engine_fake import request
 
 
 def named(request_id: str) -> Sequence:
-    return Sequence(request=request(request_id, (1,)), order=(0.0, 0), status=Status.RUNNING, target=1)
+    return Sequence(request=request(request_id, (1,)), order=(0.0, 0), status=Status.RUNNING, target=1, stop_ids=frozenset())
 
 
 def test_room_is_given_to_the_last_token_and_comes_back() -> None:

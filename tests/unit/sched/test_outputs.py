@@ -231,9 +231,9 @@ def test_a_scheduler_counts_lookahead_and_the_models_stop_ids() -> None:
     scheduler = Scheduler(SchedulerConfig(), role=Role.UNIFIED, **sizes)
     with pytest.raises(InvalidRequest, match="65 with the model's own"):
         scheduler.add(request("a", (1,), 2, stop_token_ids=tuple(range(1, 65))), 0.0)
-    scheduler.add(request("a", (1, 2, 3, 4), 2), 0.0)
+    scheduler.add(request("a", (1, 2, 3, 4), 2, ignore_eos=False, stop_token_ids=(EOS + 1,)), 0.0)
     plan = scheduler.schedule(0.0)
-    assert (plan.num_lookahead, plan.admit[0].eos_token_ids) == (1, (EOS,))
+    assert (plan.num_lookahead, plan.admit[0].stop_ids) == (1, (EOS, EOS + 1))
 
 
 def test_prefixes_are_cached_and_retracted_sequences_computed_here_unless_told_otherwise() -> None:

@@ -26,7 +26,7 @@ def book(*, num_pages: int = 17, caching: bool = True) -> PageBook:
 def computed(pages: PageBook, num_computed: int, prompt: tuple[int, ...] = PROMPT, salt: str = "") -> Sequence:
     """A sequence with pages for its prompt, the first tokens of it computed and offered to the index."""
     asked = request("a", prompt, salt=salt)
-    sequence = Sequence(request=asked, order=(0, 0), status=Status.RUNNING, target=len(prompt))
+    sequence = Sequence(request=asked, order=(0, 0), status=Status.RUNNING, target=len(prompt), stop_ids=frozenset())
     sequence.num_computed = num_computed
     assert pages.grow(sequence.holding, pages.pages_for(len(prompt))) is not None
     pages.cache_full_pages(sequence)

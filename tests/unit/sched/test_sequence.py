@@ -20,7 +20,7 @@ TOKENS = st.lists(st.integers(0, 99), max_size=8).map(tuple)
 def sequence(prompt: tuple[int, ...] = (1, 2, 3), generated: tuple[int, ...] = (), max_tokens: int = 9) -> Sequence:
     """One that waits with everything known to be computed."""
     asked = request("a", prompt, max_tokens, generated=generated)
-    return Sequence(request=asked, order=(0, 0), status=Status.WAITING, target=asked.num_tokens)
+    return Sequence(request=asked, order=(0, 0), status=Status.WAITING, target=asked.num_tokens, stop_ids=frozenset())
 
 
 @given(prompt=TOKENS.filter(bool), generated=TOKENS, data=st.data())

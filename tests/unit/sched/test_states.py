@@ -41,7 +41,7 @@ def test_finished_is_absorbing_and_reached_from_everywhere() -> None:
 def sequence(priority: int, arrival: int) -> Sequence:
     """One for queues."""
     asked = request(f"r{arrival}", (1,))
-    return Sequence(request=asked, order=(priority, arrival), status=Status.WAITING, target=1)
+    return Sequence(request=asked, order=(priority, arrival), status=Status.WAITING, target=1, stop_ids=frozenset())
 
 
 def test_a_queue_is_in_order_of_priority_then_arrival_whatever_the_insertion_order() -> None:
