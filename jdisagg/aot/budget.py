@@ -9,10 +9,10 @@ from jdisagg.aot.accelerators import GIB, Accelerator
 from jdisagg.aot.planned import PlannedEngine, planned_mesh
 from jdisagg.core.config import Config
 from jdisagg.core.errors import ConfigError
-from jdisagg.engine.page_sizes import check_page_size
 from jdisagg.engine.sizing import (
     DeviceMemory,
     EngineSizes,
+    check_sizes,
     kept_bytes,
     moving_bytes,
     pages_for,
@@ -23,7 +23,6 @@ from jdisagg.engine.sizing import (
 from jdisagg.kv.pool import MIN_PAGES
 from jdisagg.models.abstract import bytes_per_device
 from jdisagg.models.limits import check_model
-from jdisagg.sched.intake import Limits, check_config
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,19 +75,7 @@ def make_budget(
     sizes, problem = None, None
     try:
         sizes = size_engine(form.spec, layout, config, engine.role, lambda: memory)
-        check_page_size(
-            *(layout, mesh),
-            num_heads=form.spec.attention.num_heads,
-            pages_per_seq=sizes.device.pages_per_seq,
-            numerics=config.model.numerics,
-        )
-        limits = Limits(
-            role=engine.role,
-            max_model_len=sizes.runner.max_model_len,
-            page_size=layout.page_size,
-            num_usable_pages=sizes.num_pages - 1,
-        )
-        check_config(config.scheduler, limits)
+        check_sizes(sizes, form.spec, layout, mesh, config=config, role=engine.role)
     except ConfigError as error:
         problem = error.message
     longest = config.model.max_model_len or form.spec.max_model_len

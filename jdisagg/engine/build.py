@@ -14,9 +14,8 @@ from jdisagg.core.requests import Role
 from jdisagg.engine.device import Device
 from jdisagg.engine.grammar_rows import Grammars
 from jdisagg.engine.ops import choose_ops
-from jdisagg.engine.page_sizes import check_page_size
 from jdisagg.engine.runner import ModelRunner
-from jdisagg.engine.sizing import DeviceMemory, EngineSizes, pages_for, size_engine
+from jdisagg.engine.sizing import DeviceMemory, EngineSizes, check_sizes, pages_for, size_engine
 from jdisagg.kv.layout import LANES, choose_layout
 from jdisagg.models.decoder import DecoderModel
 from jdisagg.models.load import LoadedModel
@@ -31,12 +30,7 @@ def make_runner(loaded: LoadedModel, mesh: Mesh, config: Config, role: Role, gra
     """
     layout = choose_layout(loaded.spec.kv_spec(loaded.kv_dtype), mesh, config.cache.page_size)
     sizes = size_engine(loaded.spec, layout, config, role, partial(_memory, mesh))
-    check_page_size(
-        *(layout, mesh),
-        num_heads=loaded.spec.attention.num_heads,
-        pages_per_seq=sizes.device.pages_per_seq,
-        numerics=config.model.numerics,
-    )
+    check_sizes(sizes, loaded.spec, layout, mesh, config=config, role=role)
     if layout.is_turned:
         log.warning(
             "%d KV pages, as every step copies the cache (keys and values are %d wide, wanted a multiple of %d); "

@@ -9,17 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from jax.sharding import Mesh
+
 from jdisagg.core.config import LEAST_MODEL_LEN, CacheConfig, Config, LocalPrefill, Numerics
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.requests import Role
 from jdisagg.engine.buckets import MAX_SAMPLING_ROWS, SCORE_ROWS, decode_buckets, prefill_buckets
 from jdisagg.engine.device import DeviceShape
 from jdisagg.engine.host_copies import MOST_BYTES
+from jdisagg.engine.page_sizes import check_page_size
 from jdisagg.engine.runner import RunnerShape
 from jdisagg.handoff.credit import most_arriving_of, most_pieces_of
 from jdisagg.kv.layout import KVLayout
 from jdisagg.kv.pool import MIN_PAGES, num_pages_for_bytes
 from jdisagg.models.spec import ModelSpec
+from jdisagg.sched.intake import check_config
 
 SMALL_CACHE_BYTES = 2**30  # on CPU, and where every step copies the cache
 _ACTIVATIONS = 8  # float32 copies of the widest activation that a step may hold at once
@@ -76,6 +80,17 @@ def size_engine(
         prefill_tokens=max((bucket.num_tokens for bucket in runner.prefill), default=0),
     )
     return EngineSizes(num_pages=num_pages, device=device, runner=runner)
+
+
+def check_sizes(sizes: EngineSizes, spec: ModelSpec, layout: KVLayout, mesh: Mesh, *, config: Config, role: Role) -> None:
+    """Raise ConfigError for sizes that kernels cannot serve, or with which the scheduler could never plan a step."""
+    check_page_size(
+        *(layout, mesh),
+        num_heads=spec.attention.num_heads,
+        pages_per_seq=sizes.device.pages_per_seq,
+        numerics=config.model.numerics,
+    )
+    check_config(config.scheduler, role=role, max_model_len=sizes.runner.max_model_len)
 
 
 def _longest(spec: ModelSpec, config: Config) -> int:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jdisagg.core.config import SchedulerConfig
+from jdisagg.core.config import LEAST_MODEL_LEN, SchedulerConfig
 from jdisagg.core.errors import ConfigError, InvalidRequest
 from jdisagg.core.requests import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, EngineRequest, Role
 
-MIN_READS = 8  # a shorter request is of no use
 _MAX_INT32 = 2**31 - 1  # lengths and token ids are 32 bits wide on the device
 
 
@@ -31,19 +30,19 @@ class Limits:
         return self.page_size * self.num_usable_pages
 
 
-def check_config(config: SchedulerConfig, limits: Limits) -> None:
+def check_config(config: SchedulerConfig, *, role: Role, max_model_len: int, num_lookahead: int = 0) -> None:
     """Raise ConfigError for sizes with which no plan could ever be made, though each is within its flag's bounds."""
-    if 0 < config.max_num_kv_read_tokens < MIN_READS:
+    if 0 < config.max_num_kv_read_tokens < LEAST_MODEL_LEN:
         raise ConfigError(
-            f"max_num_kv_read_tokens is {config.max_num_kv_read_tokens}; use {MIN_READS} or more, or 0 for no bound"
+            f"max_num_kv_read_tokens is {config.max_num_kv_read_tokens}; use {LEAST_MODEL_LEN} or more, or 0 for no bound"
         )
-    if not config.enable_chunked_prefill and config.max_num_batched_tokens < limits.max_model_len:
+    if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
         raise ConfigError(
             f"max_num_batched_tokens is {config.max_num_batched_tokens}, and without chunked prefill one step computes up to "
-            f"{limits.max_model_len} tokens; use --max-num-batched-tokens {limits.max_model_len}, or chunks"
+            f"{max_model_len} tokens; use --max-num-batched-tokens {max_model_len}, or chunks"
         )
-    rows = config.max_num_seqs * (1 + limits.num_lookahead)
-    if limits.role is not Role.PREFILL and config.max_num_batched_tokens < rows:
+    rows = config.max_num_seqs * (1 + num_lookahead)
+    if role is not Role.PREFILL and config.max_num_batched_tokens < rows:
         raise ConfigError(
             f"max_num_batched_tokens is {config.max_num_batched_tokens}, but {config.max_num_seqs} sequences decode {rows} "
             f"tokens a step; use --max-num-batched-tokens {rows} or more, or fewer --max-num-seqs"

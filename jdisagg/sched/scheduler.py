@@ -53,6 +53,7 @@ class Scheduler:
         """`num_pages` counts the null page. `local_prefill` False: a decode worker whose retracted sequences are fetched
         again (`take_retracted`) instead of recomputed. `host_tokens`: KV the host may keep of those that lost their pages.
         Raises ConfigError."""
+        check_config(config, role=role, max_model_len=max_model_len, num_lookahead=num_lookahead)
         pages = PageBook(num_pages=num_pages, page_size=page_size, enable_prefix_caching=enable_prefix_caching)
         self._limits = Limits(
             role=role,
@@ -64,7 +65,6 @@ class Scheduler:
             eos_token_ids=eos_token_ids,
             read_tokens=config.max_num_kv_read_tokens,
         )
-        check_config(config, self._limits)
         self._config = config
         self._table = SequenceTable(
             pages=pages,

@@ -28,7 +28,6 @@ from jdisagg.models.load import LoadedModel, load_model
 from jdisagg.models.sharding import make_mesh
 from jdisagg.roles.inbox import Inbox
 from jdisagg.roles.streams import Streams
-from jdisagg.sched.intake import Limits, check_config
 from jdisagg.sched.log import make_scheduler
 from jdisagg.sched.scheduler import Scheduler
 from jdisagg.serve.grammars import grammars_of
@@ -116,13 +115,6 @@ def build_core(
     loaded_s = monotonic()
     grammars = grammars_of(tokenizer, loaded.spec.vocab_size, loaded.eos_token_ids)
     runner = make_runner(loaded, mesh, config, role, grammars)
-    limits = Limits(
-        role=role,
-        max_model_len=runner.max_model_len,
-        page_size=runner.page_size,
-        num_usable_pages=runner.num_pages - 1,
-    )
-    check_config(config.scheduler, limits)  # before anything is compiled
     if (scaling := loaded.spec.rope.scaling) is not None:
         log.info("%s: positions are scaled as config.json has it: %s", role.value, scaling)
     log.info(

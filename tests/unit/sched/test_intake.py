@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from jdisagg.core.config import SchedulerConfig
+from jdisagg.core.config import LEAST_MODEL_LEN, SchedulerConfig
 from jdisagg.core.errors import ConfigError, InvalidRequest, Overloaded, Unavailable
 from jdisagg.core.requests import FinishReason, Role
-from jdisagg.sched.intake import MIN_READS
 from jdisagg.sched.scheduler import Scheduler
 from tests.unit.sched.engine_fake import EOS, FakeEngine, expected, request
 
@@ -177,13 +176,13 @@ def test_a_deadline_ends_its_request_alone_wherever_it_is() -> None:
     assert engine.seen["b"].tokens == expected((3,), 9)
 
 
-@pytest.mark.parametrize("reads", [1, MIN_READS - 1])
+@pytest.mark.parametrize("reads", [1, LEAST_MODEL_LEN - 1])
 def test_a_read_budget_that_serves_nobody_is_refused_with_the_number_to_use(reads: int) -> None:
-    with pytest.raises(ConfigError, match=f"max_num_kv_read_tokens is {reads}; use {MIN_READS} or more, or 0"):
+    with pytest.raises(ConfigError, match=f"max_num_kv_read_tokens is {reads}; use {LEAST_MODEL_LEN} or more, or 0"):
         FakeEngine(Role.UNIFIED, max_num_kv_read_tokens=reads)
 
 
-@pytest.mark.parametrize("reads", [0, MIN_READS])
+@pytest.mark.parametrize("reads", [0, LEAST_MODEL_LEN])
 def test_no_read_budget_and_the_smallest_one_are_taken(reads: int) -> None:
     engine = FakeEngine(Role.UNIFIED, max_num_kv_read_tokens=reads)
     engine.add(request("a", (1, 2), 3))

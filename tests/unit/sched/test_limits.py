@@ -189,9 +189,9 @@ def test_whoever_follows_the_advice_gets_in(num_prompt: int, max_tokens: int, nu
 
 def test_without_chunks_a_step_has_to_hold_the_longest_prompt() -> None:
     whole = replace(CONFIG, enable_chunked_prefill=False, max_num_batched_tokens=64)
-    check_config(whole, LIMITS)
+    check_config(whole, role=Role.UNIFIED, max_model_len=64)
     with pytest.raises(ConfigError) as caught:
-        check_config(replace(whole, max_num_batched_tokens=63), LIMITS)
+        check_config(replace(whole, max_num_batched_tokens=63), role=Role.UNIFIED, max_model_len=64)
     assert caught.value.message == (
         "max_num_batched_tokens is 63, and without chunked prefill one step computes up to 64 tokens; "
         "use --max-num-batched-tokens 64, or chunks"
@@ -203,14 +203,14 @@ def test_the_step_holds_every_decode_with_its_lookahead_or_says_how_large_it_has
     num_seqs: int, num_lookahead: int, budget: int
 ) -> None:
     config = SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=budget)
-    limits = replace(LIMITS, num_lookahead=num_lookahead)
-    check_config(config, replace(limits, role=Role.PREFILL))  # decodes nothing
+    sizes = {"max_model_len": 64, "num_lookahead": num_lookahead}
+    check_config(config, role=Role.PREFILL, **sizes)  # decodes nothing
     rows = num_seqs + num_seqs * num_lookahead
     if budget >= rows:
-        check_config(config, limits)
+        check_config(config, role=Role.UNIFIED, **sizes)
         return
     with pytest.raises(ConfigError) as caught:
-        check_config(config, limits)
+        check_config(config, role=Role.UNIFIED, **sizes)
     assert caught.value.message == (
         f"max_num_batched_tokens is {budget}, but {num_seqs} sequences decode {rows} tokens a step; "
         f"use --max-num-batched-tokens {rows} or more, or fewer --max-num-seqs"
