@@ -79,7 +79,7 @@ class DecodeRole:
         if self._peer_choice.is_here(request):
             self._scheduler.add(request, now_s)
             return
-        self._scheduler.add(request, now_s, remote=True, is_open=False)
+        self._scheduler.add(request, now_s, remote=True)
         if self._scheduler.awaits_peer(request.request_id):
             self._start(request, now_s)
 
@@ -100,6 +100,7 @@ class DecodeRole:
     def start_self_test(self, request: EngineRequest, now_s: float) -> None:
         """Decode a few tokens over empty KV: reservation, admission, decode steps and commit are the real ones."""
         self._scheduler.add(request, now_s, remote=True)
+        self._scheduler.peer_ready(request.request_id)
         self._self_tests.add(request.request_id)
 
     # --- events

@@ -158,7 +158,7 @@ class Admission:
         sequence.wait.is_remote = True
         self.pin_prefix(sequence, held_limit)
 
-    def pin_prefix(self, sequence: Sequence, held_limit: int | None) -> None:
+    def pin_prefix(self, sequence: Sequence, held_limit: int | None = None) -> None:
         """Pin what is found, but no page that others were promised, which would cost a running sequence its own, and never so
         much that a waiting sequence could not fit beside all pins: they would deadlock."""
         pages = self._table.pages

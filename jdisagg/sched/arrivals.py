@@ -37,17 +37,7 @@ class Arrivals:
         self._complete: list[Output] = []  # of requests that were over when they came (a replay whose last output got lost)
         self.is_draining = False
 
-    def add(
-        self,
-        request: EngineRequest,
-        now_s: float,
-        *,
-        remote: bool,
-        held_limit: int | None,
-        is_open: bool,
-        goes_on: bool,
-        kept: int,
-    ) -> None:
+    def add(self, request: EngineRequest, now_s: float, *, remote: bool, goes_on: bool, kept: int) -> None:
         """As Scheduler.add."""
         if self.is_draining:
             raise Unavailable("this worker is draining; send the request to another one")
@@ -76,12 +66,12 @@ class Arrivals:
             status=status,
             target=request.num_tokens,
             stop_ids=stops,
-            wait=WaitState(is_remote=remote, is_open=is_open),
+            wait=WaitState(is_remote=remote, is_open=not remote),
         )
         self._num_added += 1
         self._next_deadline_s = min(self._next_deadline_s, request.deadline_s)
         if status is Status.PREALLOC:
-            self._admission.pin_prefix(sequence, held_limit)
+            self._admission.pin_prefix(sequence)
         self._table.add(sequence)
 
     def planned(self, now_s: float) -> None:

@@ -89,19 +89,17 @@ class Scheduler:
         now_s: float,
         *,
         remote: bool = False,
-        held_limit: int | None = None,
-        is_open: bool = True,
         goes_on: bool = False,
         kept: int = 0,
     ) -> None:
-        """Queue a request. `remote`: its KV comes from a peer; leading tokens found in the prefix index (at most `held_limit`)
-        are pinned and need not be sent. `is_open` False: reserve no pages before `peer_ready`. `goes_on`: its client has some
-        of the answer, though `request` may have no generated tokens: a full queue takes it. `kept`: free places for others.
+        """Queue a request. `remote`: its KV comes from a peer; leading tokens found in the prefix index are pinned and need not
+        be sent, pages are reserved after `peer_ready`. `goes_on`: its client has some of the answer, though `request` may have
+        no generated tokens: a full queue takes it. `kept`: free places for others.
 
         Raises InvalidRequest (it could never run; the message has the number to use), Overloaded (queue full, or its turn
         would come too late; says when to come again), Unavailable (draining). After an error nothing is kept.
         """
-        self._arrivals.add(request, now_s, remote=remote, held_limit=held_limit, is_open=is_open, goes_on=goes_on, kept=kept)
+        self._arrivals.add(request, now_s, remote=remote, goes_on=goes_on, kept=kept)
 
     def awaits_peer(self, request_id: str) -> bool:
         """Whether to ask a peer for it now: it was not over when it came, and gets no KV from another choice of its group."""

@@ -109,10 +109,12 @@ class FakeEngine:
         self.silent: set[str] = set()  # cancelled or released: nothing may come any more
         self.now_s = 0.0
 
-    def add(self, *requests: EngineRequest, **options: Any) -> None:
-        """Queue requests."""
+    def add(self, *requests: EngineRequest, remote: bool = False, is_open: bool = True, **options: Any) -> None:
+        """Queue requests; the peers of remote ones have begun, unless `is_open` is False."""
         for r in requests:
-            self.scheduler.add(r, self.now_s, **options)
+            self.scheduler.add(r, self.now_s, remote=remote, **options)
+            if remote and is_open:
+                self.scheduler.peer_ready(r.request_id)
             self.device.salts[r.request_id] = r.cache_salt
 
     def drop(self, request_id: str) -> None:

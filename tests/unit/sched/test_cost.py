@@ -341,8 +341,8 @@ def test_a_burst_on_one_prefix_costs_each_arrival_the_same() -> None:
     for number in range(MANY):
         one = request(f"r{number}", prompt, 8)
         if number in (FEW, MANY - 1):
-            costs.append(work_of(lambda asked=one: engine.scheduler.add(asked, 0.0, remote=True, is_open=False)))
+            costs.append(work_of(lambda asked=one: engine.scheduler.add(asked, 0.0, remote=True)))
         else:
-            engine.scheduler.add(one, 0.0, remote=True, is_open=False)
+            engine.scheduler.add(one, 0.0, remote=True)
     assert costs[0] == costs[1]
     assert engine.scheduler.held_tokens(f"r{MANY - 1}") == len(prompt)

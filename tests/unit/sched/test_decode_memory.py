@@ -83,7 +83,8 @@ def test_a_limit_caps_what_is_held() -> None:
     engine = FakeEngine(Role.DECODE)
     engine.add(request("a", PROMPT, 1))
     engine.run()
-    engine.add(request("b", PROMPT, 1), remote=True, held_limit=7)
+    engine.add(request("b", PROMPT, 1))
+    engine.scheduler.fetch_first("b", 7)
     assert engine.scheduler.held_tokens("b") == 4
     engine.scheduler.cancel("b")
     assert engine.scheduler.held_tokens("b") == 0

@@ -34,9 +34,7 @@ class Load:
         try:
             prompt = (1, 2, 3, self.num_sent % 50)
             if self.engine.role is Role.DECODE:
-                self.engine.scheduler.add(
-                    request(name, prompt, 3, deadline_s=deadline_s), self.engine.now_s, remote=True, is_open=False
-                )
+                self.engine.scheduler.add(request(name, prompt, 3, deadline_s=deadline_s), self.engine.now_s, remote=True)
             else:
                 self.engine.add(request(name, prompt, 3, deadline_s=deadline_s, **options))
         except Overloaded as error:

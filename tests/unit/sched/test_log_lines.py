@@ -65,7 +65,7 @@ def test_every_call_is_on_disk_before_the_next_with_its_arguments_and_result(tmp
     assert path.read_text() == head
 
     asked = request("ü", (1, 2), 3)
-    scheduler.add(asked, 1.5, remote=True, is_open=False)
+    scheduler.add(asked, 1.5, remote=True)
     scheduler.peer_ready("ü", False)
     scheduler.peer_ready("ü")
     assert scheduler.compute_locally("ü", 4)
@@ -84,7 +84,7 @@ def test_every_call_is_on_disk_before_the_next_with_its_arguments_and_result(tmp
     assert not scheduler.cancel("ü")
     scheduler.release("ü")
     assert lines(path)[1:] == [
-        {"call": "add", "args": [encode(asked), 1.5], "kwargs": {"remote": True, "is_open": False}, "result": None},
+        {"call": "add", "args": [encode(asked), 1.5], "kwargs": {"remote": True}, "result": None},
         {"call": "peer_ready", "args": ["ü", False], "kwargs": {}, "at_s": 7.25, "result": None},
         {"call": "peer_ready", "args": ["ü", True], "kwargs": {}, "at_s": 7.25, "result": None},
         {"call": "compute_locally", "args": ["ü", 4], "kwargs": {}, "at_s": 7.25, "result": True},
@@ -191,7 +191,7 @@ def test_the_first_plan_of_an_idle_scheduler_is_written_since_it_moves_the_bound
     scheduler.schedule(0.0)
     assert calls(path) == [], "nothing has happened yet"
     for now_s, plans in ((1.0, True), (2.0, False)):  # it was idle before the second time, too
-        scheduler.add(request("gone", PROMPT, 3), now_s, remote=True, is_open=False)
+        scheduler.add(request("gone", PROMPT, 3), now_s, remote=True)
         if plans:
             scheduler.schedule(now_s)
         scheduler.cancel("gone")

@@ -254,7 +254,7 @@ def test_prefixes_are_cached_and_retracted_sequences_computed_here_unless_told_o
 def test_a_ready_peer_is_one_unless_said_otherwise() -> None:
     sizes = {"max_model_len": 64, "page_size": 4, "num_pages": 20, "eos_token_ids": ()}
     scheduler = Scheduler(SchedulerConfig(), role=Role.DECODE, **sizes)
-    scheduler.add(request("a", (1, 2), 3), 0.0, remote=True, is_open=False)
+    scheduler.add(request("a", (1, 2), 3), 0.0, remote=True)
     scheduler.peer_ready("a")
     scheduler.peer_ready("unknown")
     scheduler.schedule(0.0)

@@ -98,12 +98,13 @@ def test_pins_are_counted_and_bounded_by_what_the_caller_may_hold() -> None:
     before = replace(engine.scheduler.stats)
     unknown = (99, *cached[1:])
     for name, prompt, limit, held in (
-        ("a", cached, None, 12),
+        ("a", cached, 13, 12),
         ("b", cached, 11, 8),
         ("c", cached, 3, 0),
-        ("d", unknown, None, 0),
+        ("d", unknown, 13, 0),
     ):
-        engine.scheduler.add(request(name, (*prompt, 7), 2), 0.0, remote=True, held_limit=limit)
+        engine.scheduler.add(request(name, (*prompt, 7), 2), 0.0)
+        engine.scheduler.fetch_first(name, limit)
         assert engine.scheduler.held_tokens(name) == held
     stats = engine.scheduler.stats
     assert stats.prefix_hit_tokens - before.prefix_hit_tokens == 12 + 8

@@ -139,7 +139,7 @@ def test_equal_histories_give_equal_times_on_every_role() -> None:
 
 
 def remote(engine: FakeEngine, name: str) -> None:
-    engine.scheduler.add(request(name, (1, 2, 3), 3), engine.now_s, remote=True, is_open=False)
+    engine.scheduler.add(request(name, (1, 2, 3), 3), engine.now_s, remote=True)
 
 
 def test_those_for_whom_a_slot_is_free_wait_for_their_peer_and_take_no_place_in_the_queue() -> None:
