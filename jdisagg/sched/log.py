@@ -18,7 +18,6 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
-from inspect import signature
 from pathlib import Path
 from time import monotonic
 from typing import Any, TextIO, TypeVar, cast
@@ -59,16 +58,11 @@ def _temporary_directory() -> Path | None:
 
 
 def _written(method: _Method) -> _Method:
-    """The method of a LoggedScheduler that writes down every call; arguments that were left out are written, too."""
-    parameters = signature(method)
+    """The method of a LoggedScheduler that writes down every call, with the arguments that were given."""
 
     @wraps(method)
     def call(self: LoggedScheduler, *args: Any, **kwargs: Any) -> Any:
-        if self._file is None:
-            return method(self, *args, **kwargs)
-        given = parameters.bind(self, *args, **kwargs)
-        given.apply_defaults()
-        return self._call(method, *given.args[1:])
+        return self._call(method, *args, **kwargs)
 
     return cast("_Method", call)
 
@@ -176,10 +170,7 @@ class LoggedScheduler(Scheduler):
         quiet = self._file is None or (not self._table.retracted and self._admission.pin_in_the_way() is None)
         return self._call(Scheduler.take_retracted, quiet=quiet)
 
-    def add(self, request: EngineRequest, now_s: float, **options: Any) -> None:
-        """As Scheduler.add; written with the options that were given."""
-        self._call(Scheduler.add, request, now_s, **options)
-
+    add = _written(Scheduler.add)
     peer_ready = _written(Scheduler.peer_ready)
     cancel = _written(Scheduler.cancel)
     fail = _written(Scheduler.fail)
