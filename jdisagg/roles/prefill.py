@@ -192,7 +192,7 @@ class PrefillRole:
 
     def _ended(self, output: Output) -> Output:
         """A self-test: there is no D to close the stream, so its first token ends it."""
-        self._scheduler.release(output.request_id)
+        self._scheduler.cancel(output.request_id)
         if output.finish is not None:
             return output
         return Output(request_id=output.request_id, token_ids=output.token_ids, finish=FinishReason.LENGTH)
@@ -228,7 +228,7 @@ class PrefillRole:
                     self._full_pool.closed(request_id)
                     self._shares.closed(request_id)
                     self._borrowing.release(request_id)
-                    self._scheduler.release(request_id)
+                    self._scheduler.cancel(request_id)
                     self._num_computed.pop(request_id, None)
                     if record := self._records.pop(request_id, None):
                         record.handed_over(now_s)

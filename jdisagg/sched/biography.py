@@ -217,7 +217,7 @@ class Biography:
 
     def _end(self, call: str, now_s: float) -> None:
         """It is out of the tables."""
-        if call in ("cancel", "release"):
+        if call == "cancel":
             self._settle(now_s)
             if self._status is Status.PUBLISHING:
                 self._phases.handed_over()

@@ -3,7 +3,7 @@
     {"call": "__init__", "args": [config], "kwargs": {sizes}}
     {"call": "add", "args": [request, now_s], "kwargs": {}, "result": null}
     {"call": "schedule", "args": [now_s], "kwargs": {}, "result": plan}
-    {"call": "release", "args": [request_id], "kwargs": {}, "at_s": 12.5, "result": null}
+    {"call": "cancel", "args": [request_id], "kwargs": {}, "at_s": 12.5, "result": null}
 
 A call that is not given the time has "at_s", by the same clock. One that raised has "raised": type name instead of "result".
 `jdisagg.replay` runs such a log again. The last plans are written to a file when an assertion fails (`flight_recorder`).
@@ -174,7 +174,6 @@ class LoggedScheduler(Scheduler):
     peer_ready = _written(Scheduler.peer_ready)
     cancel = _written(Scheduler.cancel)
     fail = _written(Scheduler.fail)
-    release = _written(Scheduler.release)
     park = _written(Scheduler.park)
     unpark = _written(Scheduler.unpark)
     remote_first_token = _written(Scheduler.remote_first_token)

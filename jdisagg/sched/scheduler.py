@@ -121,18 +121,17 @@ class Scheduler:
         if sequence := self._table.live.get(request_id):
             sequence.wait.is_open = is_ready
 
-    def cancel(self, request_id: str) -> bool:
-        """Free everything the request holds, in any state, at once; no output follows. False when it is unknown."""
-        return self._end(request_id)
+    def cancel(self, request_id: str) -> None:
+        """Free everything the request holds, in any state, at once; no output follows. P: so ends its hand-off, too, and its
+        pages belong to the prefix cache."""
+        self._arrivals.forget(request_id)
+        if sequence := self._table.live.get(request_id):
+            self._table.end(sequence)
 
     def fail(self, request_id: str, error: RequestError) -> Output | None:
         """The same with a last output; None when the request is unknown or has had its last output."""
         sequence = self._table.live.get(request_id)
         return None if sequence is None else self._committer.failure(sequence, error)
-
-    def release(self, request_id: str) -> None:
-        """P: the hand-off is over, its pages belong to the prefix cache. In any other state the same as `cancel`."""
-        self._end(request_id)
 
     def park(self, request_ids: tuple[str, ...]) -> str | None:
         """P: of these, the computed prompt whose turn comes last gives its pages to those that wait, until `unpark`. Returns
@@ -287,10 +286,3 @@ class Scheduler:
     def check(self) -> None:
         """Assert the invariants of pages, slots and queues; cost grows with the pool."""
         self._table.check()
-
-    def _end(self, request_id: str) -> bool:
-        self._arrivals.forget(request_id)
-        sequence = self._table.live.get(request_id)
-        if sequence is not None:
-            self._table.end(sequence)
-        return sequence is not None

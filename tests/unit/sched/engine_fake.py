@@ -106,7 +106,7 @@ class FakeEngine:
         self.in_flight: deque[StepResult] = deque()
         self.plans: list[Plan] = []
         self.seen: dict[str, Seen] = {}
-        self.silent: set[str] = set()  # cancelled or released: nothing may come any more
+        self.silent: set[str] = set()  # cancelled: nothing may come any more
         self.now_s = 0.0
 
     def add(self, *requests: EngineRequest, remote: bool = False, is_open: bool = True, **options: Any) -> None:
@@ -120,7 +120,7 @@ class FakeEngine:
     def drop(self, request_id: str) -> None:
         """The client is gone, or the peer has all it needs."""
         self.silent.add(request_id)
-        (self.scheduler.release if self.role is Role.PREFILL else self.scheduler.cancel)(request_id)
+        self.scheduler.cancel(request_id)
 
     def tick(self) -> Plan:
         """One turn of the loop."""

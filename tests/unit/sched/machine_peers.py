@@ -164,7 +164,7 @@ class PrefillMachine(WorkerMachine):
         for name in self._in_status(Status.PARKED):
             self.engine.scheduler.unpark(name)
         for name in self._in_status(Status.PUBLISHING):
-            self.engine.scheduler.release(name)
+            self.engine.scheduler.cancel(name)
 
     def _in_status(self, status: Status) -> list[str]:
         return [s.request_id for s in self.engine.scheduler.table.queues[status]] if hasattr(self, "engine") else []

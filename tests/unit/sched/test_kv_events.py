@@ -102,11 +102,11 @@ class Worker:
         scheduler.kv_arrived(name, self.engine.now_s)
 
     def end_one(self) -> None:
-        """Cancel or release any request, over or not."""
+        """Cancel any request, over or not."""
         if self.names:
             name = self.random.choice([*self.engine.scheduler._table.live, *self.names[-2:]])
             self.fetching.pop(name, None)
-            self.random.choice([self.engine.scheduler.cancel, self.engine.scheduler.release])(name)
+            self.engine.scheduler.cancel(name)
 
     def time_passes(self) -> None:
         self.engine.now_s += self.random.choice([0.1, 2.0])

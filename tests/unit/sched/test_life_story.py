@@ -131,7 +131,7 @@ def test_the_prefill_role_ends_with_the_hand_over(tell: Tell) -> None:
         engine.now_s = 0.100
         engine.scheduler.expire(engine.now_s)
         engine.scheduler.schedule(engine.now_s)
-        engine.scheduler.release("a")
+        engine.scheduler.cancel("a")
         finish(engine)
 
     story = tell(drive, "a", Role.PREFILL)
@@ -146,7 +146,7 @@ def test_the_end_of_a_hand_over_is_not_taken_for_the_coming_of_the_next_request(
         while engine.scheduler.counts()["publishing"] == 0:
             engine.tick()
         engine.now_s = 0.010
-        engine.scheduler.release("a")
+        engine.scheduler.cancel("a")
         engine.now_s = 2.0  # nothing to do until then
         engine.add(request("b", tuple(range(2, 9)), 5))
         engine.tick()
@@ -166,7 +166,7 @@ def test_a_prompt_that_borrowed_has_given_up_no_prefill_worker(tell: Tell) -> No
         engine.scheduler.compute_locally("a")
         while engine.scheduler.counts()["publishing"] == 0:
             engine.tick()
-        engine.scheduler.release("a")
+        engine.scheduler.cancel("a")
         finish(engine)
 
     story = tell(drive, "a", Role.PREFILL)
@@ -190,7 +190,7 @@ def test_a_prompt_that_gives_its_pages_to_others_says_so(tell: Tell) -> None:
             engine.tick()
         engine.now_s = 0.100
         engine.tick()
-        engine.scheduler.release("a")
+        engine.scheduler.cancel("a")
         finish(engine)
 
     story = tell(drive, "a", Role.PREFILL, caching=False)

@@ -47,7 +47,7 @@ def test_it_comes_back_to_its_place_and_nobody_passes_it() -> None:
         engine.tick()
     assert engine.seen["a"].tokens == expected((1, *PROMPT, 7, 8), 1)
     for name in ("a", "b"):
-        engine.scheduler.release(name)
+        engine.scheduler.cancel(name)
     engine.run()
 
 
@@ -57,14 +57,14 @@ def test_one_that_ended_with_its_first_token_has_no_reason_to_stand_back() -> No
     while engine.scheduler.counts()["publishing"] == 0:
         engine.tick()
     assert engine.scheduler.park(("a",)) is None
-    engine.scheduler.release("a")
+    engine.scheduler.cancel("a")
     engine.run()
 
 
 def test_a_parked_prompt_can_be_given_up() -> None:
     engine = published("a")
     engine.scheduler.park(("a",))
-    engine.scheduler.release("a")
+    engine.scheduler.cancel("a")
     engine.run()
     assert engine.scheduler.num_free_pages == engine.scheduler.num_pages
 

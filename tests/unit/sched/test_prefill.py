@@ -12,7 +12,7 @@ PROMPT = tuple(range(1, 24))
 
 
 def run_until_published(engine: FakeEngine, num: int) -> None:
-    """Tick until so many sequences wait for their release."""
+    """Tick until so many sequences wait for the end of their hand-off."""
     for _ in range(60):
         if engine.scheduler.counts()["publishing"] == num:
             return
@@ -29,8 +29,8 @@ def test_the_first_token_ends_computing_and_the_pages_stay_until_released() -> N
     assert engine.seen["a"].last.finish is None
     assert engine.scheduler.num_pages - engine.scheduler.num_free_pages == 6  # the prompt's, none for the output
     assert engine.device.read(engine.scheduler.page_table("a")[0], 23) == list(PROMPT)
-    engine.scheduler.release("a")
-    engine.scheduler.release("a")
+    engine.scheduler.cancel("a")
+    engine.scheduler.cancel("a")
     engine.run()
     assert not any(p.decode for p in engine.plans)
 
@@ -61,12 +61,12 @@ def test_a_released_prompt_is_found_by_the_next_attempt() -> None:
     run_until_published(engine, 1)
     engine.add(request("a#2", PROMPT, 9))
     assert engine.scheduler.held_tokens("a#2") == 20
-    engine.scheduler.release("a#1")
+    engine.scheduler.cancel("a#1")
     run_until_published(engine, 1)
     assert engine.seen["a#2"].tokens == expected(PROMPT, 1)
     assert engine.seen["a#2"].last.cached_tokens == 20
     assert engine.device.num_forward_tokens == 23 + 3
-    engine.scheduler.release("a#2")
+    engine.scheduler.cancel("a#2")
     engine.run()
 
 
@@ -77,15 +77,15 @@ def test_a_resumed_request_is_recomputed_with_its_generated_tokens() -> None:
     run_until_published(engine, 1)
     assert engine.seen["a"].tokens == whole[5:]
     assert engine.seen["a"].last.finish is FinishReason.LENGTH
-    engine.scheduler.release("a")
+    engine.scheduler.cancel("a")
     engine.run()
 
 
-def test_release_before_the_first_token_is_a_cancel() -> None:
+def test_what_is_cancelled_before_its_first_token_has_none() -> None:
     engine = FakeEngine(Role.PREFILL, max_num_batched_tokens=4)
     engine.add(request("a", PROMPT, 6))
     engine.tick()
-    engine.scheduler.release("a")
+    engine.scheduler.cancel("a")
     engine.run()
     assert engine.seen == {}
 
@@ -96,7 +96,7 @@ def test_only_the_prompt_has_to_fit() -> None:
     with pytest.raises(InvalidRequest, match="KV pool holds 24 tokens"):
         engine.add(request("b", (1,) * 25, 1))
     run_until_published(engine, 1)
-    engine.scheduler.release("a")
+    engine.scheduler.cancel("a")
     engine.run()
 
 
@@ -107,9 +107,9 @@ def test_prompts_wait_while_published_pages_fill_the_pool() -> None:
     for _ in range(3):
         engine.tick()
     assert engine.scheduler.counts()["waiting"] == 1
-    engine.scheduler.release("r0")
+    engine.scheduler.cancel("r0")
     run_until_published(engine, 2)
     assert engine.seen["r2"].tokens == expected(PROMPT, 1)
     for name in ("r1", "r2"):
-        engine.scheduler.release(name)
+        engine.scheduler.cancel(name)
     engine.run()

@@ -64,7 +64,7 @@ def run_through(engine: FakeEngine) -> list[str]:
         engine.tick()
         for name, sequence in list(engine.scheduler.table.live.items()):
             if sequence.status is Status.PUBLISHING:
-                engine.scheduler.release(name)
+                engine.scheduler.cancel(name)
     return [admit.request_id for plan in engine.plans for admit in plan.admit]
 
 
@@ -112,7 +112,7 @@ def test_a_prefill_worker_keeps_no_room_for_outputs() -> None:
     engine.add(request("a", (1,) * 8, 20), request("b", (2,) * 8, 20))  # 2 of 4 pages each
     assert [admit.request_id for admit in engine.tick().admit] == ["a", "b"]
     for name in ("a", "b"):
-        engine.scheduler.release(name)
+        engine.scheduler.cancel(name)
     engine.run()
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdisagg.sched.scheduler import Scheduler
 from jdisagg.sched.sequence import Sequence
 from jdisagg.sched.states import Status
 from tests.unit.sched.engine_fake import FakeEngine, expected, request
@@ -61,10 +59,7 @@ def test_decoding_goes_on_from_kv_of_all_tokens_but_the_last_and_from_nothing_el
 
 
 @pytest.mark.parametrize("runs_again", [False, True])
-@pytest.mark.parametrize("leave", [Scheduler.cancel, Scheduler.release])
-def test_results_of_a_sequence_that_was_preempted_and_then_ended_are_void(
-    leave: Callable[[Scheduler, str], object], runs_again: bool
-) -> None:
+def test_results_of_a_sequence_that_was_preempted_and_then_ended_are_void(runs_again: bool) -> None:
     engine = FakeEngine(num_pages=8)
     prompts = {"a": (1, 2, 3, 4), "b": (5, 6, 7, 8), "c": (9, 10, 11, 12)}
     engine.add(*(request(name, prompt, 12) for name, prompt in prompts.items()))
@@ -81,7 +76,7 @@ def test_results_of_a_sequence_that_was_preempted_and_then_ended_are_void(
         engine.commit_one()
         engine.step()
     got = list(engine.seen[victim].tokens)
-    leave(engine.scheduler, victim)
+    engine.scheduler.cancel(victim)
     engine.run()
     assert engine.seen[victim].tokens == got
     for name in set(prompts) - {victim}:
