@@ -116,7 +116,6 @@ def pack_appends(appends: Sequence[PageAppend], *, num_slots: int) -> Iterator[n
     for first in range(0, len(appends), num_slots):
         entries = empty_appends(num_slots)
         for number, append in enumerate(appends[first : first + num_slots]):
-            assert append.group == 0, f"slot {append.slot}: page group {append.group}, there is one group"
             entries[:, number] = append.slot, append.index, append.page
         yield entries
 

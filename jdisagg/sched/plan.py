@@ -34,10 +34,9 @@ class Admit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PageAppend:
-    """Extend one slot's page table: entry `index` of group `group` becomes `page`."""
+    """Extend one slot's page table: entry `index` becomes `page`."""
 
     slot: int
-    group: int
     index: int
     page: int
 
@@ -46,7 +45,6 @@ class PageAppend:
 class PageCopy:
     """Copy the KV of one whole page to another, for a sequence that goes its own way inside a shared page."""
 
-    group: int
     source: int
     target: int
 

@@ -88,7 +88,7 @@ class RowPlanner:
                 return False
         if sequence.slot is not None:
             slot = sequence.slot
-            draft.appends.extend(PageAppend(slot=slot, group=0, index=first + i, page=page) for i, page in enumerate(new))
+            draft.appends.extend(PageAppend(slot=slot, index=first + i, page=page) for i, page in enumerate(new))
         return True
 
     def pages_to_decode(self, sequence: Sequence, num_steps: int = 1) -> int:

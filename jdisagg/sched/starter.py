@@ -46,7 +46,7 @@ class Starter:
             boundary, offset = divmod(child.num_computed, table.pages.page_size)
             if offset:
                 source, target = donor.holding.pages[boundary], child.holding.pages[boundary]
-                draft.copies.append(PageCopy(group=0, source=source, target=target))
+                draft.copies.append(PageCopy(source=source, target=target))
 
     def _start_in_order(self, draft: Draft, blocked: list[Sequence]) -> None:
         """Give slots and memory in order, to those whose KV is in place (`ready`), those who are computed or restored here

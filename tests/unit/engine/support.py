@@ -153,8 +153,8 @@ def admit(slot, pages, prompt, sampling=GREEDY, *, generated=(), decodes=False, 
 
 
 def append(slot, index, page):
-    """A page append of group 0."""
-    return PageAppend(slot=slot, group=0, index=index, page=page)
+    """A page append."""
+    return PageAppend(slot=slot, index=index, page=page)
 
 
 def tokens(sampled) -> list[int]:

@@ -49,12 +49,12 @@ def under_way(runner):
 
 def overwrite(pages):
     """Page copies that leave other bytes in `pages`."""
-    return tuple(PageCopy(group=0, source=70 - page, target=page) for page in pages)
+    return tuple(PageCopy(source=70 - page, target=page) for page in pages)
 
 
 def test_copied_pages_hold_the_same_bytes(runner):
     before = computed(runner)
-    copies = tuple(PageCopy(group=0, source=a, target=b) for a, b in zip(PAGES, ELSEWHERE, strict=True))  # several pieces
+    copies = tuple(PageCopy(source=a, target=b) for a, b in zip(PAGES, ELSEWHERE, strict=True))  # several pieces
     runner.collect(runner.dispatch(Plan(step_id=1, copies=copies)))
     np.testing.assert_array_equal(kv(runner, ELSEWHERE), before)
 
@@ -78,7 +78,7 @@ def test_pages_are_copied_before_what_is_in_them_goes_to_the_host(runner):
     """A choice that forks and loses its pages in one step."""
     before, its_own, there = computed(runner), tuple(range(52, 58)), tuple(range(58, 64))
     assert not np.array_equal(kv(runner, its_own), before)
-    copies = tuple(PageCopy(group=0, source=a, target=b) for a, b in zip(PAGES, its_own, strict=True))
+    copies = tuple(PageCopy(source=a, target=b) for a, b in zip(PAGES, its_own, strict=True))
     out = HostCopy(key="a", page_table=(its_own,), num_tokens=21)
     runner.collect(runner.dispatch(Plan(step_id=1, copies=copies, offload=(out,))))
     runner.collect(runner.dispatch(Plan(step_id=2, restore=(HostCopy(key="a", page_table=(there,), num_tokens=21),))))

@@ -60,9 +60,7 @@ def test_a_token_is_fed_next_and_counted_where_it_was_sampled() -> None:
 
 def test_pages_and_masks_go_to_their_slots() -> None:
     state = filled(admit(0, (7,), (3,)), admit(1, (8, 9), (3,)))
-    appends = [
-        PageAppend(slot=slot, group=0, index=index, page=page) for slot, index, page in ((1, 2, 5), (0, 1, 6), (1, 3, 4))
-    ]
+    appends = [PageAppend(slot=slot, index=index, page=page) for slot, index, page in ((1, 2, 5), (0, 1, 6), (1, 3, 4))]
     for entries in updates.pack_appends(appends, num_slots=NUM_SLOTS):
         state = slots.append_pages(state, jnp.asarray(entries))
     assert state.page_table[:2].tolist() == [[7, 6, 0, 0], [8, 9, 5, 4]]

@@ -52,8 +52,8 @@ def test_equal_tokens_elsewhere_are_other_numbers() -> None:
         (Plan(step_id=1, admit=(admit(1, (1, 3), (5, 6, 7, 8, 9, 1), decodes=True),), decode=(1,)), "nobody wrote"),
         (Plan(step_id=1, admit=(admit(1, (1, 2), decodes=True),), decode=(0, 1)), "write page 2 in one step"),
         (Plan(step_id=1, admit=(admit(1, (1, 0), decodes=True),), decode=(1,)), "null page"),
-        (Plan(step_id=1, copies=(PageCopy(group=0, source=1, target=3), PageCopy(group=0, source=3, target=4))), "from and to"),
-        (Plan(step_id=1, copies=(PageCopy(group=0, source=1, target=3), PageCopy(group=0, source=2, target=3))), "to one"),
+        (Plan(step_id=1, copies=(PageCopy(source=1, target=3), PageCopy(source=3, target=4))), "from and to"),
+        (Plan(step_id=1, copies=(PageCopy(source=1, target=3), PageCopy(source=2, target=3))), "to one"),
         (Plan(step_id=1, offload=(HostCopy(key="r0", page_table=((1, 3),), num_tokens=5),)), "nobody wrote"),
         (Plan(step_id=1, offload=(HostCopy(key="r0", page_table=((1, 1),), num_tokens=5),)), "two sequences"),
         (Plan(step_id=1, prefill=(chunk(0, 4, (8,)),)), "other tokens"),
@@ -75,7 +75,7 @@ def test_pages_are_copied_before_host_copies_are_read_and_those_restored_after_t
             evict=(0,),
             admit=(admit(0, (3, 4), (*PROMPT, 4), decodes=True),),
             restore=(HostCopy(key="r0", page_table=((3, 4),), num_tokens=5),),
-            copies=(PageCopy(group=0, source=2, target=5),),
+            copies=(PageCopy(source=2, target=5),),
             decode=(0,),
         )
     )

@@ -20,7 +20,7 @@ MAX_STEPS = 60  # of a handful of short requests
 
 def test_an_admission_tells_the_device_all_it_needs() -> None:
     engine = FakeEngine()
-    asked = replace(request("a/3", PROMPT, 9, generated=(5, 6), temperature=0.5, top_k=4), choice=3)
+    asked = replace(request("a/3", PROMPT, 9, ignore_eos=False, generated=(5, 6), temperature=0.5, top_k=4), choice=3)
     engine.add(asked)
     plan = engine.tick()
     assert plan.prefill == (
@@ -31,8 +31,8 @@ def test_an_admission_tells_the_device_all_it_needs() -> None:
             slot=0,
             request_id="a/3",
             choice=3,
-            sampling=SamplingParams(max_tokens=9, ignore_eos=True, temperature=0.5, top_k=4),
-            eos_token_ids=(EOS,),
+            sampling=SamplingParams(max_tokens=9, temperature=0.5, top_k=4),
+            stop_ids=(EOS,),
             page_table=((1, 2, 3),),
             prompt_token_ids=PROMPT,
             generated_token_ids=(5, 6),
@@ -41,13 +41,13 @@ def test_an_admission_tells_the_device_all_it_needs() -> None:
     )
 
 
-def test_pages_of_several_steps_are_appended_in_order_to_group_zero() -> None:
+def test_pages_of_several_steps_are_appended_in_order() -> None:
     engine = FakeEngine(num_scheduler_steps=10, delay=0)
     engine.add(request("a", (1, 2, 3), 11))
     engine.tick()
     plan = engine.tick()
     assert (plan.num_steps, plan.decode) == (10, (0,))
-    assert plan.pages == tuple(PageAppend(slot=0, group=0, index=i, page=i + 1) for i in (1, 2, 3))  # tokens 3 to 12
+    assert plan.pages == tuple(PageAppend(slot=0, index=i, page=i + 1) for i in (1, 2, 3))  # tokens 3 to 12
     engine.run()
     assert engine.seen["a"].tokens == expected((1, 2, 3), 11)
 

@@ -137,7 +137,7 @@ def test_a_choice_copies_the_page_it_will_write_into_and_feeds_the_last_token_it
     plan = engine.tick()
     (admit,) = plan.admit
     assert (admit.request_id, admit.decodes, admit.page_table[0][:2]) == ("r/1", True, (1, 2))
-    assert plan.copies == (PageCopy(group=0, source=3, target=admit.page_table[0][2]),)
+    assert plan.copies == (PageCopy(source=3, target=admit.page_table[0][2]),)
     assert set(plan.decode) == {0, 1}
     assert engine.scheduler.stats.forks == 1
     engine.run()

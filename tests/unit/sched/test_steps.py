@@ -28,22 +28,22 @@ COPY = HostCopy(key="c", page_table=((3,),), num_tokens=2)
 def test_a_plan_has_all_that_was_drafted() -> None:
     draft = Draft(budget=9, reads=50.0, num_steps=3)
     draft.admit.append(ADMIT)
-    draft.appends.append(PageAppend(slot=2, group=0, index=1, page=7))
+    draft.appends.append(PageAppend(slot=2, index=1, page=7))
     draft.prefill.append(CHUNK)
     draft.decode.append(2)
-    draft.copies.append(PageCopy(group=0, source=1, target=2))
+    draft.copies.append(PageCopy(source=1, target=2))
     draft.offload.append(COPY)
     draft.restore.append(replace(COPY, key="d"))
     assert draft.freeze(8, (4, 5), 2, ("e",)) == Plan(
         step_id=8,
         evict=(4, 5),
         admit=(ADMIT,),
-        pages=(PageAppend(slot=2, group=0, index=1, page=7),),
+        pages=(PageAppend(slot=2, index=1, page=7),),
         prefill=(CHUNK,),
         decode=(2,),
         num_lookahead=2,
         num_steps=3,
-        copies=(PageCopy(group=0, source=1, target=2),),
+        copies=(PageCopy(source=1, target=2),),
         offload=(COPY,),
         restore=(replace(COPY, key="d"),),
         forget=("e",),
@@ -58,7 +58,7 @@ def test_taking_a_row_back_returns_its_budgets_and_touches_no_other() -> None:
     for slot, taken, reads in ((0, decoding, 12), (1, filling, 7)):
         draft.rows[slot] = Row(taken, 0, reads, 1)
         draft.reads -= reads
-        draft.appends.append(PageAppend(slot=slot, group=0, index=3, page=slot + 5))
+        draft.appends.append(PageAppend(slot=slot, index=3, page=slot + 5))
     draft.decode.append(0)
     draft.prefill.append(CHUNK)
     draft.budget -= 1 + len(CHUNK.token_ids)
