@@ -45,8 +45,3 @@ def decode_buckets(max_num_seqs: int, *, least: int = 1) -> tuple[int, ...]:
         if len(sizes) <= _MAX_DECODE_BUCKETS:
             return tuple(sorted(sizes))
         factor *= 2
-
-
-def smallest_holding(buckets: tuple[int, ...], wanted: int) -> int:
-    """The smallest bucket of at least `wanted`, or the largest there is."""
-    return next((bucket for bucket in buckets if bucket >= wanted), buckets[-1])

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jdisagg.engine import host_copies, updates
-from jdisagg.engine.buckets import PrefillBucket, smallest_holding
+from jdisagg.engine.buckets import PrefillBucket
 from jdisagg.engine.device import Device
 from jdisagg.engine.grammar_rows import GrammarRows, Grammars, Place, advance
 from jdisagg.engine.packing import Packed, pack_exact, pack_prefill
@@ -184,13 +184,13 @@ class ModelRunner:
         return StepOut(out.sampling, tuple(self.device.score(out.hidden, wanted) for wanted in step.to_score))
 
     def _decode(self, plan: Plan) -> list[Part]:
-        packed = []
-        for first in range(0, len(plan.decode), self.shape.decode[-1] if self.shape.decode else 1):
-            slots = plan.decode[first : first + self.shape.decode[-1]]
-            rows = np.full(smallest_holding(self.shape.decode, len(slots)), self.device.shape.max_num_seqs, np.int32)
-            rows[: len(slots)] = slots
-            packed.append(Packed(rows, tuple(enumerate(slots))))
-        return [self._part(step, self.device.decode(step.batch)) for _ in range(plan.num_steps) for step in packed]
+        if not plan.decode:
+            return []
+        smallest = next(bucket for bucket in self.shape.decode if bucket >= len(plan.decode))  # the largest holds all slots
+        rows = np.full(smallest, self.device.shape.max_num_seqs, np.int32)
+        rows[: len(plan.decode)] = plan.decode
+        step = Packed(rows, tuple(enumerate(plan.decode)))
+        return [self._part(step, self.device.decode(rows)) for _ in range(plan.num_steps)]
 
     def _exact(self, plan: Plan) -> list[Part]:
         """Several steps need nothing new from the host: a decode row finds its token and position in the device's state."""
