@@ -76,21 +76,10 @@ class Device:
         """Run one tile of the exact step."""
         return self._step("exact", batch)
 
-    def admit(self, rows: slots.Admissions) -> None:
-        """Fill slots."""
-        self._state = self._functions["admit"](self._state, rows)
-
-    def append_pages(self, entries: np.ndarray) -> None:
-        """Extend page tables."""
-        self._state = self._functions["append"](self._state, entries)
-
-    def add_history(self, entries: np.ndarray, bias: np.ndarray) -> None:
-        """Add token counts and logit bias."""
-        self._state = self._functions["history"](self._state, entries, bias)
-
-    def allow(self, slots: np.ndarray, words: np.ndarray) -> None:
-        """Set what grammars allow next."""
-        self._state = self._functions["allow"](self._state, slots, words)
+    def update(self, name: str, *rows: slots.Admissions | np.ndarray) -> None:
+        """Change the decode state by rows of `updates`: "admit" fills slots, "append" extends page tables, "history" adds token
+        counts and logit bias, "allow" sets what grammars allow next."""
+        self._state = self._functions[name](self._state, *rows)
 
     def export(self, where: np.ndarray) -> KVGroup:
         """KV [L, T, K, F] of the tokens at `where` i32[2, T] (page, offset), in fresh arrays."""

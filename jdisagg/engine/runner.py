@@ -91,7 +91,7 @@ class ModelRunner:
             self._grammar_rows.evict(slot)
         self._admit(plan.admit)
         for entries in updates.pack_appends(plan.pages, num_slots=self.device.shape.max_num_seqs):
-            self.device.append_pages(entries)
+            self.device.update("append", entries)
         self._restore(plan.restore)
         places = self._allow(plan)
         parts = self._exact(plan) if self.shape.exact else [*self._prefill(plan), *self._decode(plan)]
@@ -157,7 +157,7 @@ class ModelRunner:
         shape = self.device.shape
         sizes = {"num_slots": shape.max_num_seqs, "vocab_size": shape.vocab_size}
         for rows in updates.pack_admissions(admits, width=shape.pages_per_seq, **sizes):
-            self.device.admit(rows)
+            self.device.update("admit", rows)
         for admit in admits:
             self._num_top.pop(admit.slot, None)
             self._grammar_rows.admit(admit)
@@ -165,13 +165,13 @@ class ModelRunner:
                 self._num_top[admit.slot] = admit.sampling.logprobs
             if updates.is_shaped(admit.sampling):
                 for entries, bias in updates.pack_history(admit, **sizes):
-                    self.device.add_history(entries, bias)
+                    self.device.update("history", entries, bias)
 
     def _allow(self, plan: Plan) -> dict[int, Place]:
         shape, places = self.device.shape, self._grammar_rows.sampling(plan)
         masks = self._grammar_rows.masks(places)
         for slots, words in updates.pack_masks(masks, num_slots=shape.max_num_seqs, vocab_size=shape.vocab_size):
-            self.device.allow(slots, words)
+            self.device.update("allow", slots, words)
         return places
 
     def _prefill(self, plan: Plan) -> list[Part]:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jdisagg.engine.device import Device
-from jdisagg.engine.executables import Executable, executables
+from jdisagg.engine.executables import STATE_UPDATES, Executable, executables
 from jdisagg.engine.runner import ModelRunner
 from jdisagg.kv.memory import wants_memory
 
@@ -55,11 +55,9 @@ def _trim() -> None:
 
 
 def _run(device: Device, executable: Executable) -> Any:
+    if executable.name in STATE_UPDATES:
+        return device.update(executable.name, *executable.arguments)
     calls: dict[str, Callable[..., Any]] = {
-        "admit": device.admit,
-        "append": device.append_pages,
-        "history": device.add_history,
-        "allow": device.allow,
         "exact": device.exact,
         "prefill": device.prefill,
         "decode": device.decode,

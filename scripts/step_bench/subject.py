@@ -105,7 +105,7 @@ class Subject:
             )
         shape = self._device.shape
         for rows in pack_admissions(admits, num_slots=len(admits), width=width, vocab_size=shape.vocab_size):
-            self._device.admit(rows)
+            self._device.update("admit", rows)
 
     def time_steps(self, steps: int) -> float:
         """Seconds per step, the steps waiting for one another on the device only."""
