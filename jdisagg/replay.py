@@ -25,8 +25,8 @@ from jdisagg.sched.log_codec import decode, encode
 _NUM_NEAREST = 5
 _NO_MORE = "exact_rows"  # a size that logs of older workers have, and that changed nothing
 _CALLS = CALLS_WITH_TIME | frozenset(
-    "peer_ready cancel fail park unpark take_reserved take_retracted compute_locally fetch_first drain "
-    "reset_prefix_cache".split()
+    "commit remote_first_token kv_arrived peer_ready cancel fail park unpark take_reserved take_retracted compute_locally "
+    "fetch_first drain reset_prefix_cache".split()
 )
 _Call = tuple[str, tuple[Any, ...], dict[str, Any]]  # name, arguments
 

@@ -139,8 +139,8 @@ class DecodeRole:
         for reserved in self._scheduler.take_reserved():
             if reserved.request_id in self._self_tests:
                 first = Output(request_id=reserved.request_id, token_ids=(1,))
-                more.append(self._scheduler.remote_first_token(reserved.request_id, first, now_s))
-                self._scheduler.kv_arrived(reserved.request_id, now_s)
+                more.append(self._scheduler.remote_first_token(reserved.request_id, first))
+                self._scheduler.kv_arrived(reserved.request_id)
             else:
                 more += self._execute(self._handoffs.on_reserved(reserved.request_id, now_s), now_s)
         while retracted := self._scheduler.take_retracted():
@@ -193,13 +193,13 @@ class DecodeRole:
                 self._hidden.computed(request_id, now_s)
                 if output.finish is None and (record := self._streams.record(request_id)):
                     record.phases.awaits_kv()
-                return [self._scheduler.remote_first_token(request_id, output, now_s)]
+                return [self._scheduler.remote_first_token(request_id, output)]
             case act.NoKV():
                 self._recoveries.no_kv(action)
             case act.KVComplete(request_id=request_id, provenance=provenance, brought_by=peer):
                 self._recoveries.complete(peer)
                 self._provenance.arrived(request_id, provenance)
-                self._scheduler.kv_arrived(request_id, now_s)
+                self._scheduler.kv_arrived(request_id)
                 if record := self._streams.record(request_id):
                     record.phases.kv_arrived(now_s)
             case act.ComputeLocally(request_id=request_id, held_tokens=held_tokens, provenance=provenance):

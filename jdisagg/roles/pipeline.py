@@ -73,7 +73,7 @@ class StepPipeline:
         finished: Plan | None = None
         if self._in_flight is not None and self._in_flight.plan.by_grammar:
             finished = self._in_flight.plan
-            outputs, waited_s, step_s = self._finish(self._in_flight, now_s, stages, listen)
+            outputs, waited_s, step_s = self._finish(self._in_flight, stages, listen)
             self._in_flight = None
         plan = self._scheduler.schedule(now_s)
         host_s = stages.lap(Stage.PLAN)
@@ -84,13 +84,11 @@ class StepPipeline:
             host_s += stages.lap(Stage.DISPATCH)
         if self._in_flight is not None:
             finished = self._in_flight.plan
-            outputs, waited_s, step_s = self._finish(self._in_flight, now_s + host_s, stages, listen)
+            outputs, waited_s, step_s = self._finish(self._in_flight, stages, listen)
         self._in_flight = dispatched
         return Turn(None if plan.is_empty else plan, outputs, waited_s, host_s, finished, step_s)
 
-    def _finish(
-        self, step: _Step, now_s: float, stages: StageClock, listen: Callable[[], None]
-    ) -> tuple[list[Output], float, float]:
+    def _finish(self, step: _Step, stages: StageClock, listen: Callable[[], None]) -> tuple[list[Output], float, float]:
         """Wait for a dispatched step and commit it; also returns how long that was waited for and how long it took."""
         while not step.plan.decode and not self._runner.is_done(step.handle):
             listen()
@@ -100,7 +98,7 @@ class StepPipeline:
         waited_s = stages.lap(Stage.WAIT)
         step_s = stages.at_s - max(step.dispatched_s, self._tokens_s)
         self._tokens_s = stages.at_s
-        outputs = self._scheduler.commit(result, now_s + waited_s)
+        outputs = self._scheduler.commit(result)
         stages.lap(Stage.COMMIT)
         return outputs, waited_s, step_s
 

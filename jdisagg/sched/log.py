@@ -37,7 +37,7 @@ from jdisagg.sched.views import Reserved
 _log = logging.getLogger(__name__)
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
-CALLS_WITH_TIME = frozenset({"add", "expire", "schedule", "commit", "remote_first_token", "kv_arrived"})  # their last argument
+CALLS_WITH_TIME = frozenset({"add", "expire", "schedule"})  # their last argument
 
 
 def make_scheduler(config: SchedulerConfig, *, role: Role, **sizes: Any) -> Scheduler:
@@ -116,10 +116,10 @@ class LoggedScheduler(Scheduler):
         self.recorder.add(now_s, plan)
         return plan
 
-    def commit(self, result: StepResult, now_s: float) -> list[Output]:
+    def commit(self, result: StepResult) -> list[Output]:
         """As Scheduler.commit."""
         with self.recorder.writing_on_failure("commit", super().snapshot):
-            return self._call(Scheduler.commit, result, now_s)
+            return self._call(Scheduler.commit, result)
 
     def check(self) -> None:
         """As Scheduler.check."""

@@ -168,7 +168,7 @@ class Scheduler:
         self._arrivals.planned(now_s)
         return plan
 
-    def commit(self, result: StepResult, now_s: float) -> list[Output]:
+    def commit(self, result: StepResult) -> list[Output]:
         """Take a dispatched step's results in, in order of dispatch, at any time later."""
         return self._committer.commit(self._steps.finish(result.step_id), result)
 
@@ -195,7 +195,7 @@ class Scheduler:
         """Pages of a live request, per KV group, in token order."""
         return self._table.live[request_id].holding.page_table
 
-    def remote_first_token(self, request_id: str, first: Output, now_s: float) -> Output:
+    def remote_first_token(self, request_id: str, first: Output) -> Output:
         """The peer sampled the first token: returns the client's output. With `finish` set the request is over and freed."""
         sequence = self._table.live[request_id]
         assert sequence.status in (Status.PREALLOC, Status.TRANSFER), (
@@ -203,7 +203,7 @@ class Scheduler:
         )
         return self._committer.take_first(sequence, first)
 
-    def kv_arrived(self, request_id: str, now_s: float) -> None:
+    def kv_arrived(self, request_id: str) -> None:
         """All KV is in the pages (scattered, or dispatched to be): TRANSFER -> READY. The first token must be known."""
         self._table.kv_arrived(self._table.live[request_id])
 

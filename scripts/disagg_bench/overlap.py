@@ -85,7 +85,7 @@ def _read_chunks(path: Path) -> dict[str, list[float]]:
             waiting = {"plan": call["result"], "at_s": float(call["args"][0])}
             _start(starts, waiting, done_s)
         elif call["call"] == "commit":
-            done_s = float(call["args"][1])
+            done_s = float(call["at_s"])
             if waiting is not None and waiting["plan"]["step_id"] > call["args"][0]["step_id"]:
                 _start(starts, waiting, done_s)
     return starts

@@ -69,7 +69,7 @@ class OurSubject:
             return Tick(t1 - t0, 0, len(plan.decode), 0, 0)
         result = self._in_flight.popleft()
         t2 = thread_time_ns()
-        outputs = self.scheduler.commit(result, self._now_s)
+        outputs = self.scheduler.commit(result)
         t3 = thread_time_ns()
         ended = sum(1 for output in outputs if output.finish is not None)
         return Tick(t1 - t0, t3 - t2, len(plan.decode), len(outputs), ended)

@@ -108,7 +108,7 @@ class CountingPipeline(StepPipeline):
         plan = scheduler.schedule(now_s)
         if plan.is_empty:
             return Turn(None, [], 0.0, 0.0)
-        return Turn(plan, scheduler.commit(runner.collect(runner.dispatch(plan)), now_s), 0.0, 0.0, finished=plan)
+        return Turn(plan, scheduler.commit(runner.collect(runner.dispatch(plan))), 0.0, 0.0, finished=plan)
 
     def _count(self, plan: Plan) -> None:
         counts, scheduler = self.counts, self._parts[0]

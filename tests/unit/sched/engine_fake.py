@@ -149,7 +149,7 @@ class FakeEngine:
         if self.in_flight:
             result = self.in_flight.popleft()
             self.device.known(result)
-            self.collect(self.scheduler.commit(result, self.now_s))
+            self.collect(self.scheduler.commit(result))
             self.scheduler.check()
 
     def collect(self, outputs: list[Output]) -> None:

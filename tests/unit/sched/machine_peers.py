@@ -107,7 +107,7 @@ class DecodeMachine(WorkerMachine):
             elif count == asked.sampling.max_tokens:
                 finish = FinishReason.LENGTH
         first = Output(request_id=name, token_ids=(token,), finish=finish)
-        output = self.engine.scheduler.remote_first_token(name, first, self.engine.now_s)
+        output = self.engine.scheduler.remote_first_token(name, first)
         assert output.token_ids == (() if fetch.has_first else (token,))
         self.engine.collect([output])
         fetch.has_first = True
@@ -118,7 +118,7 @@ class DecodeMachine(WorkerMachine):
         """The rest of the KV comes."""
         fetch = self._fetches.pop(name)
         self._import(name, fetch, len(fetch.tokens))
-        self.engine.scheduler.kv_arrived(name, self.engine.now_s)
+        self.engine.scheduler.kv_arrived(name)
 
     def _import(self, name: str, fetch: Fetch, end: int) -> None:
         assert fetch.page_table is not None

@@ -17,10 +17,10 @@ def first_of(prompt: tuple[int, ...], request_id: str, finish: FinishReason | No
 def arrive(engine: FakeEngine, reserved: Reserved, tokens: tuple[int, ...], *, first: bool = True) -> None:
     """The peer's first token and all KV of one reserved sequence."""
     if first:
-        output = engine.scheduler.remote_first_token(reserved.request_id, first_of(tokens, reserved.request_id), engine.now_s)
+        output = engine.scheduler.remote_first_token(reserved.request_id, first_of(tokens, reserved.request_id))
         engine.collect([output])
     engine.device.import_tokens(reserved.page_table, tokens, reserved.held_tokens, reserved.num_tokens)
-    engine.scheduler.kv_arrived(reserved.request_id, engine.now_s)
+    engine.scheduler.kv_arrived(reserved.request_id)
 
 
 def status_of(engine: FakeEngine, request_id: str) -> str:

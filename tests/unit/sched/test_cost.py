@@ -67,7 +67,7 @@ def step(scheduler: Scheduler) -> None:
     scheduler.expire(0.0)
     plan = scheduler.schedule(0.0)
     slots = (*(chunk.slot for chunk in plan.prefill if chunk.samples), *plan.decode)
-    scheduler.commit(StepResult(step_id=plan.step_id, sampled=tuple(Sampled(slot=s, token_ids=(9,)) for s in slots)), 0.0)
+    scheduler.commit(StepResult(step_id=plan.step_id, sampled=tuple(Sampled(slot=s, token_ids=(9,)) for s in slots)))
 
 
 @dataclass

@@ -73,9 +73,9 @@ def test_a_request_that_ends_with_the_peers_token_is_over_in_any_state() -> None
     engine = FakeEngine(Role.DECODE)
     engine.add(request("early", PROMPT, 1), request("late", PROMPT, 1), remote=True)
     done = first_of(PROMPT, "early", FinishReason.LENGTH)
-    engine.collect([engine.scheduler.remote_first_token("early", done, 0.0)])
+    engine.collect([engine.scheduler.remote_first_token("early", done)])
     engine.tick()
-    engine.collect([engine.scheduler.remote_first_token("late", first_of(PROMPT, "late", FinishReason.STOP), 0.0)])
+    engine.collect([engine.scheduler.remote_first_token("late", first_of(PROMPT, "late", FinishReason.STOP))])
     assert engine.seen["early"].last.finish is FinishReason.LENGTH
     assert engine.seen["late"].last.finish is FinishReason.STOP
     assert engine.scheduler.take_reserved() == []
@@ -86,9 +86,9 @@ def test_a_request_that_ends_with_the_peers_token_is_over_in_any_state() -> None
 def test_the_first_token_may_come_before_memory_and_never_counts_twice() -> None:
     engine = FakeEngine(Role.DECODE)
     engine.add(request("a", PROMPT, 4), remote=True)
-    engine.collect([engine.scheduler.remote_first_token("a", first_of(PROMPT, "a"), 0.0)])
+    engine.collect([engine.scheduler.remote_first_token("a", first_of(PROMPT, "a"))])
     engine.tick()
-    again = engine.scheduler.remote_first_token("a", Output(request_id="a", token_ids=(29,)), 0.0)
+    again = engine.scheduler.remote_first_token("a", Output(request_id="a", token_ids=(29,)))
     assert again.token_ids == ()
     (reserved,) = engine.scheduler.take_reserved()
     assert reserved.num_tokens == 10
@@ -101,10 +101,10 @@ def test_kv_without_a_first_token_or_without_pages_is_our_bug() -> None:
     engine = FakeEngine(Role.DECODE)
     engine.add(request("a", PROMPT, 4), remote=True)
     with pytest.raises(AssertionError, match="first token"):
-        engine.scheduler.kv_arrived("a", 0.0)
-    engine.scheduler.remote_first_token("a", first_of(PROMPT, "a"), 0.0)
+        engine.scheduler.kv_arrived("a")
+    engine.scheduler.remote_first_token("a", first_of(PROMPT, "a"))
     with pytest.raises(IllegalTransition, match="prealloc -> ready"):
-        engine.scheduler.kv_arrived("a", 0.0)
+        engine.scheduler.kv_arrived("a")
 
 
 def test_a_request_cancelled_between_plan_and_pickup_is_not_reported_as_reserved() -> None:

@@ -27,7 +27,7 @@ def busy_scheduler(directory: Path, num_steps: int) -> LoggedScheduler:
     scheduler.add(request("a", (1,), 900), 0.0)
     for step in range(num_steps):
         scheduler.schedule(float(step))
-        scheduler.commit(StepResult(step_id=step, sampled=(Sampled(slot=0, token_ids=(1,)),)), step + 0.5)
+        scheduler.commit(StepResult(step_id=step, sampled=(Sampled(slot=0, token_ids=(1,)),)))
     return scheduler
 
 
@@ -53,7 +53,7 @@ def test_assertions_of_schedule_and_commit_write_them_too(tmp_path: Path) -> Non
     scheduler = busy_scheduler(tmp_path, 3)
     scheduler.schedule(3.0)
     with pytest.raises(AssertionError, match="has no token for slot 0"):
-        scheduler.commit(StepResult(step_id=3, sampled=()), 3.5)
+        scheduler.commit(StepResult(step_id=3, sampled=()))
     first, plans = read(tmp_path)
     assert first["failed"] == "commit"
     assert [plan.step_id for _, plan in plans] == [0, 1, 2, 3]

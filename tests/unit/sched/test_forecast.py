@@ -209,9 +209,7 @@ def test_a_decode_worker_counts_those_that_wait_for_their_peer() -> None:
     for number in range(60):
         load.run(1, per_step=2)
         if (name := f"r{number}") in load.engine.scheduler.table.live:
-            load.engine.scheduler.remote_first_token(
-                name, Output(request_id=name, token_ids=(1,), finish=FinishReason.STOP), 0.0
-            )
+            load.engine.scheduler.remote_first_token(name, Output(request_id=name, token_ids=(1,), finish=FinishReason.STOP))
     assert load.refused
 
 
@@ -223,7 +221,7 @@ def test_a_burst_beside_a_prompt_that_is_long_at_its_peer_is_no_overload() -> No
         load.send(time_s=20.0)
         load.run(10)
         load.engine.scheduler.remote_first_token(
-            f"r{number}", Output(request_id=f"r{number}", token_ids=(1,), finish=FinishReason.STOP), 0.0
+            f"r{number}", Output(request_id=f"r{number}", token_ids=(1,), finish=FinishReason.STOP)
         )
     load.run(1, per_step=40, time_s=20.0)
     assert not load.refused
@@ -254,7 +252,7 @@ class AtPeer(Load):
                 num_served += 1
                 if name := next(iter(scheduler.table.live), ""):
                     first = Output(request_id=name, token_ids=(1,), finish=FinishReason.STOP)
-                    scheduler.remote_first_token(name, first, self.engine.now_s)
+                    scheduler.remote_first_token(name, first)
             scheduler.schedule(self.engine.now_s)
             self.engine.now_s += 0.25
 

@@ -90,7 +90,7 @@ def test_one_whose_grammar_cannot_go_on_is_refused_alone_and_leaves_nothing(role
     result = engine.in_flight.popleft()
     bound, other = result.sampled
     refused = replace(bound, refused="a limit was met")
-    engine.collect(engine.scheduler.commit(replace(result, sampled=(refused, other)), 0.0))
+    engine.collect(engine.scheduler.commit(replace(result, sampled=(refused, other))))
     last = engine.seen["bound"].last
     assert (last.finish, engine.seen["bound"].tokens) == (FinishReason.ERROR, [])
     assert isinstance(last.error, InvalidRequest)
@@ -109,7 +109,7 @@ def test_a_refusal_in_the_middle_ends_it_though_its_token_looks_like_any_other()
     engine.step()
     result = engine.in_flight.popleft()
     (bound,) = result.sampled
-    engine.collect(engine.scheduler.commit(replace(result, sampled=(replace(bound, refused="it is stuck"),)), 0.0))
+    engine.collect(engine.scheduler.commit(replace(result, sampled=(replace(bound, refused="it is stuck"),))))
     assert engine.seen["bound"].tokens == expected((1, 2, 3), 3)
     assert isinstance(engine.seen["bound"].last.error, InvalidRequest)
     engine.run()

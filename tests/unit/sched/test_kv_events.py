@@ -95,11 +95,11 @@ class Worker:
         scheduler = self.engine.scheduler
         if name not in scheduler._table.live:
             return
-        output = scheduler.remote_first_token(name, Output(request_id=name, token_ids=(next_token(tokens),)), self.engine.now_s)
+        output = scheduler.remote_first_token(name, Output(request_id=name, token_ids=(next_token(tokens),)))
         self.engine.collect([output])
         device = self.engine.device
         device.import_tokens(reserved.page_table, tokens, reserved.held_tokens, len(tokens), device.salts[name])
-        scheduler.kv_arrived(name, self.engine.now_s)
+        scheduler.kv_arrived(name)
 
     def end_one(self) -> None:
         """Cancel any request, over or not."""

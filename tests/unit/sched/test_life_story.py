@@ -24,10 +24,10 @@ def test_the_life_of_a_remote_request_has_its_peer_and_its_transfer(tell: Tell) 
         engine.tick()
         engine.now_s = 0.020
         (reserved,) = scheduler.take_reserved()
-        engine.collect([scheduler.remote_first_token("a", first_token(asked), engine.now_s)])
+        engine.collect([scheduler.remote_first_token("a", first_token(asked))])
         engine.now_s = 0.050
         engine.device.import_tokens(reserved.page_table, asked.prompt_token_ids, 0, 5)
-        scheduler.kv_arrived("a", engine.now_s)
+        scheduler.kv_arrived("a")
         engine.now_s = 0.060
         finish(engine)
 
@@ -55,10 +55,10 @@ def test_nobody_works_on_a_prompt_between_two_prefill_workers(tell: Tell) -> Non
             engine.tick()
         engine.now_s = 0.060
         (reserved,) = scheduler.take_reserved()
-        engine.collect([scheduler.remote_first_token("a", first_token(asked), engine.now_s)])
+        engine.collect([scheduler.remote_first_token("a", first_token(asked))])
         engine.now_s = 0.070
         engine.device.import_tokens(reserved.page_table, asked.prompt_token_ids, 0, 5)
-        scheduler.kv_arrived("a", engine.now_s)
+        scheduler.kv_arrived("a")
         finish(engine)
 
     assert "; queue 30 ms + prefill 30 ms + transfer 10 ms + decode " in tell(drive, "a", Role.DECODE)[-1]
@@ -74,7 +74,7 @@ def test_kv_that_is_given_up_was_waited_for_and_its_prompt_waits_to_be_computed(
         scheduler.peer_ready("a")
         engine.tick()
         engine.now_s = 0.020
-        engine.collect([scheduler.remote_first_token("a", first_token(asked), engine.now_s)])
+        engine.collect([scheduler.remote_first_token("a", first_token(asked))])
         engine.now_s = 0.050
         scheduler.compute_locally("a")
         engine.now_s = 0.060
@@ -100,9 +100,9 @@ def test_retraction_failure_and_cancel_are_told(tell: Tell) -> None:
             engine.add(asked, remote=True)
             engine.tick()
             (reserved,) = engine.scheduler.take_reserved()
-            engine.collect([engine.scheduler.remote_first_token(name, first_token(asked), engine.now_s)])
+            engine.collect([engine.scheduler.remote_first_token(name, first_token(asked))])
             engine.device.import_tokens(reserved.page_table, asked.prompt_token_ids, 0, 4)
-            engine.scheduler.kv_arrived(name, engine.now_s)
+            engine.scheduler.kv_arrived(name)
 
     def retract(engine: FakeEngine) -> None:
         start(engine)

@@ -139,7 +139,7 @@ def test_the_last_plans_are_kept_without_a_file() -> None:
     for step in range(300):
         plan = scheduler.schedule(0.0)
         assert plan.step_id == step
-        scheduler.commit(StepResult(step_id=step, sampled=(Sampled(slot=0, token_ids=(1,)),)), 0.0)
+        scheduler.commit(StepResult(step_id=step, sampled=(Sampled(slot=0, token_ids=(1,)),)))
     assert len(scheduler.recorder.plans) == NUM_RECENT_PLANS
     assert scheduler.recorder.plans[-1][1].step_id == 299
     scheduler.close_log()

@@ -73,7 +73,7 @@ def test_every_call_is_on_disk_before_the_next_with_its_arguments_and_result(tmp
     assert scheduler.compute_locally("ü", 4)
     plan = scheduler.schedule(2.5)
     nothing = StepResult(step_id=99, sampled=())
-    scheduler.commit(nothing, 3.5)
+    scheduler.commit(nothing)
     error = HandoffLost("gone")
     output = scheduler.fail("ü", error)
     assert output is not None
@@ -90,7 +90,7 @@ def test_every_call_is_on_disk_before_the_next_with_its_arguments_and_result(tmp
         {"call": "fetch_first", "args": ["ü", 4], "kwargs": {}, "at_s": 7.25, "result": None},
         {"call": "compute_locally", "args": ["ü", 4], "kwargs": {}, "at_s": 7.25, "result": True},
         {"call": "schedule", "args": [2.5], "kwargs": {}, "result": encode(plan)},
-        {"call": "commit", "args": [encode(nothing), 3.5], "kwargs": {}, "result": []},
+        {"call": "commit", "args": [encode(nothing)], "kwargs": {}, "at_s": 7.25, "result": []},
         {
             "call": "fail",
             "args": ["ü", {"$": "HandoffLost", "message": "gone"}],
@@ -137,10 +137,10 @@ def test_a_remote_life_is_written_with_the_times_it_was_told(tmp_path: Path) -> 
     assert engine.seen["a"].tokens == expected(PROMPT, 3)
     written = lines(path)
     first = next(line for line in written if line["call"] == "remote_first_token")
-    assert first["args"] == ["a", encode(first_of(PROMPT, "a")), 4.25]
-    assert next(line for line in written if line["call"] == "kv_arrived")["args"] == ["a", 4.25]
+    assert (first["args"], first["at_s"]) == (["a", encode(first_of(PROMPT, "a"))], 4.25)
+    assert next(line for line in written if line["call"] == "kv_arrived")["args"] == ["a"]
     assert next(line for line in written if line["call"] == "take_reserved")["result"] == [encode(reserved)]
-    assert all(line["args"][-1] == 4.25 for line in written if line["call"] in ("add", "schedule", "commit"))
+    assert {line["at_s"] if "at_s" in line else line["args"][-1] for line in written[1:]} == {4.25}
     assert same_when_replayed(path)
 
 

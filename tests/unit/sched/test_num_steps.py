@@ -46,7 +46,7 @@ def test_logits_behind_the_last_token_may_be_anything(num_good: int, got: int) -
     result = engine.in_flight.pop()
     a, b = sorted(result.sampled, key=lambda one: one.slot)
     a = replace(a, token_ids=a.token_ids[: num_good + 1], bad="NaN")
-    engine.collect(engine.scheduler.commit(replace(result, sampled=(a, b)), 0.0))
+    engine.collect(engine.scheduler.commit(replace(result, sampled=(a, b))))
     assert (engine.seen["a"].last.error is None) == (got > 0)
     assert engine.seen["a"].tokens == expected((1, 2, 3), 1 + got)
     engine.run()
@@ -76,7 +76,7 @@ def test_logits_behind_a_stop_may_be_anything() -> None:
     (a,) = result.sampled
     assert a.logprobs is not None
     a = replace(a, token_ids=a.token_ids[:3], logprobs=a.logprobs[:2], bad="NaN")
-    engine.collect(engine.scheduler.commit(replace(result, sampled=(a,)), 0.0))
+    engine.collect(engine.scheduler.commit(replace(result, sampled=(a,))))
     assert engine.seen["a"].tokens == expected((1, 2, 3), 3)
     assert engine.seen["a"].last.logprobs == a.logprobs
     assert engine.seen["a"].last.finish is FinishReason.STOP

@@ -116,7 +116,7 @@ def remote(engine: FakeEngine, first: Output) -> Output:
     """A decode worker's output for a peer's first token of PROMPT."""
     engine.add(replace(request("a", PROMPT, 4), attempt=3), remote=True)
     engine.step()
-    return engine.scheduler.remote_first_token("a", first, 0.0)
+    return engine.scheduler.remote_first_token("a", first)
 
 
 ANSWER = Output(
@@ -135,7 +135,7 @@ def test_a_peers_first_token_is_passed_on_whole_under_this_workers_attempt() -> 
     assert remote(engine, ANSWER) == replace(ANSWER, request_id="a", attempt=3)
     # What was sent never changes: another peer's first token is empty, and so is what belongs to it.
     again = replace(ANSWER, token_ids=(5,), cached_tokens=9)
-    assert engine.scheduler.remote_first_token("a", again, 0.0) == Output(
+    assert engine.scheduler.remote_first_token("a", again) == Output(
         request_id="a", attempt=3, cached_tokens=6, provenance=ANSWER.provenance
     )
 
@@ -171,7 +171,7 @@ def test_what_a_peer_computed_was_not_cached_though_it_is_here(computed: int, fo
     engine.add(request("a", prompt, 5), remote=True)
     assert engine.scheduler.held_tokens("a") == 8
     first = replace(ANSWER, cached_tokens=found_there, provenance=Provenance(prefilled_tokens=computed))
-    assert engine.scheduler.remote_first_token("a", first, 0.0).cached_tokens == cached
+    assert engine.scheduler.remote_first_token("a", first).cached_tokens == cached
 
 
 def test_tokens_behind_the_first_stop_are_dropped_with_their_logprobs() -> None:
@@ -182,7 +182,7 @@ def test_tokens_behind_the_first_stop_are_dropped_with_their_logprobs() -> None:
     assert plan.num_steps == 4
     tokens = (5, EOS, 7, 8)
     answer = Sampled(slot=0, token_ids=tokens, logprobs=tuple(TokenLogprob(t, -1.0) for t in tokens))
-    (output,) = engine.scheduler.commit(StepResult(step_id=plan.step_id, sampled=(answer,)), 0.0)
+    (output,) = engine.scheduler.commit(StepResult(step_id=plan.step_id, sampled=(answer,)))
     assert output == Output(
         request_id="a",
         token_ids=(5, EOS),
@@ -245,7 +245,7 @@ def test_prefixes_are_cached_and_retracted_sequences_computed_here_unless_told_o
         assert not scheduler.is_idle(), "nobody was retracted"
         plan = scheduler.schedule(0.0)
         slots = {*plan.decode, *(c.slot for c in plan.prefill)}
-        scheduler.commit(StepResult(step_id=plan.step_id, sampled=tuple(Sampled(slot=s, token_ids=(3,)) for s in slots)), 0.0)
+        scheduler.commit(StepResult(step_id=plan.step_id, sampled=tuple(Sampled(slot=s, token_ids=(3,)) for s in slots)))
     assert scheduler.take_retracted() == []
     assert scheduler.counts()["waiting"] == 1
     assert scheduler.held_tokens("b") == 8  # what it computed is found again
@@ -294,5 +294,5 @@ def test_logprobs_nobody_asked_for_go_no_further() -> None:
     for step_id in range(3):
         engine.scheduler.schedule(0.0)
         answer = Sampled(slot=0, token_ids=(5,), logprobs=(TokenLogprob(5, -1.0),))
-        (output,) = engine.scheduler.commit(StepResult(step_id=step_id, sampled=(answer,)), 0.0)
+        (output,) = engine.scheduler.commit(StepResult(step_id=step_id, sampled=(answer,)))
         assert (output.token_ids, output.logprobs) == ((5,), None)

@@ -16,9 +16,9 @@ def fetch(engine: FakeEngine) -> list[str]:
     names = []
     for reserved in engine.scheduler.take_reserved():
         first = Output(request_id=reserved.request_id, token_ids=(next_token(PROMPT),))
-        engine.collect([engine.scheduler.remote_first_token(reserved.request_id, first, engine.now_s)])
+        engine.collect([engine.scheduler.remote_first_token(reserved.request_id, first)])
         engine.device.import_tokens(reserved.page_table, PROMPT, reserved.held_tokens, reserved.num_tokens)
-        engine.scheduler.kv_arrived(reserved.request_id, engine.now_s)
+        engine.scheduler.kv_arrived(reserved.request_id)
         names.append(reserved.request_id)
     return names
 

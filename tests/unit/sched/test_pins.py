@@ -198,7 +198,7 @@ def test_who_gives_its_pins_up_asks_anew_with_the_token_that_it_has() -> None:
     engine, cached = warm(10, 4)
     prompt = (*cached, 5)
     engine.add(request("pins", prompt, 4), remote=True, is_open=False)
-    engine.collect([engine.scheduler.remote_first_token("pins", first_of(prompt, "pins"), 0.0)])  # then its peer is lost
+    engine.collect([engine.scheduler.remote_first_token("pins", first_of(prompt, "pins"))])  # then its peer is lost
     engine.add(request("long", (9,) * 28, 2))  # 7 of the 6 pages that are free
     engine.tick()
     (again,) = engine.scheduler.take_retracted()
@@ -229,7 +229,7 @@ def test_two_whose_first_tokens_come_before_their_memory_do_not_wait_for_each_ot
     engine.add(*(request(name, prompt, 8) for name, prompt in prompts.items()), remote=True)
     held = {name: engine.scheduler.held_tokens(name) for name in prompts}
     for name, prompt in prompts.items():
-        engine.collect([engine.scheduler.remote_first_token(name, first_of(prompt, name), 0.0)])
+        engine.collect([engine.scheduler.remote_first_token(name, first_of(prompt, name))])
     arrive(engine, runs, (9,))
     for _ in range(100):
         engine.tick()

@@ -127,7 +127,7 @@ def _schedule(scheduler: LoggedScheduler) -> None:
 
 
 def _commit(scheduler: LoggedScheduler) -> None:
-    scheduler.commit(StepResult(step_id=0, sampled=()), 0.0)
+    scheduler.commit(StepResult(step_id=0, sampled=()))
 
 
 @pytest.mark.parametrize(("call", "drive"), [("check", _check), ("schedule", _schedule), ("commit", _commit)])

@@ -19,7 +19,7 @@ def test_falling_back_keeps_the_place_in_the_queue_and_what_was_sent(stage: str)
         engine.tick()
         (reserved,) = engine.scheduler.take_reserved()
         if stage == "transfer-with-token":
-            engine.collect([engine.scheduler.remote_first_token("a", first_of(PROMPT, "a"), 0.0)])
+            engine.collect([engine.scheduler.remote_first_token("a", first_of(PROMPT, "a"))])
         elif stage == "ready":
             arrive(engine, reserved, PROMPT)
     engine.add(request("b", (1, 2), 5))

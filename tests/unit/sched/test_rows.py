@@ -61,7 +61,7 @@ def test_lookahead_is_reserved_beside_the_next_token(num_lookahead: int, num_pag
     )
     scheduler.add(request("a", (1, 2, 3), 9), 0.0)
     scheduler.schedule(0.0)
-    scheduler.commit(StepResult(step_id=0, sampled=(Sampled(slot=0, token_ids=(4,)),)), 0.0)
+    scheduler.commit(StepResult(step_id=0, sampled=(Sampled(slot=0, token_ids=(4,)),)))
     scheduler.schedule(0.0)
     assert len(scheduler.page_table("a")[0]) == num_pages
 

@@ -92,7 +92,7 @@ def test_a_result_nobody_waits_for_is_dropped() -> None:
     engine = FakeEngine()
     engine.add(request("a", (1, 2)))
     stray = StepResult(step_id=77, sampled=(Sampled(slot=0, token_ids=(9,)),))
-    assert engine.scheduler.commit(stray, 0.0) == []
+    assert engine.scheduler.commit(stray) == []
     engine.run()
     assert 9 not in engine.seen["a"].tokens[:1]
 
