@@ -31,8 +31,7 @@ from jdisagg.sched.flight_recorder import FlightRecorder
 from jdisagg.sched.log_codec import encode
 from jdisagg.sched.plan import Plan, StepResult
 from jdisagg.sched.scheduler import Scheduler
-from jdisagg.sched.table import SequenceTable
-from jdisagg.sched.views import Reserved
+from jdisagg.sched.table import Reserved, SequenceTable
 
 _log = logging.getLogger(__name__)
 _Method = TypeVar("_Method", bound=Callable[..., Any])

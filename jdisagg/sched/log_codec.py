@@ -21,7 +21,7 @@ from jdisagg.core.requests import (
 )
 from jdisagg.sched.host_memory import RetractionCost
 from jdisagg.sched.plan import Admit, HostCopy, PageAppend, PageCopy, Plan, PrefillChunk, Sampled, StepResult
-from jdisagg.sched.views import Reserved
+from jdisagg.sched.table import Reserved
 
 _TAG = "$"
 _DATACLASSES: dict[str, type[Any]] = {

@@ -27,8 +27,7 @@ from jdisagg.sched.snapshot import snapshot
 from jdisagg.sched.starter import Starter
 from jdisagg.sched.states import Status
 from jdisagg.sched.steps import StepsInFlight
-from jdisagg.sched.table import SequenceTable, Stats
-from jdisagg.sched.views import Preempted, Reserved
+from jdisagg.sched.table import Preempted, Reserved, SequenceTable, Stats
 
 
 class Scheduler:

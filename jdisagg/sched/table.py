@@ -8,12 +8,11 @@ from jdisagg.core.requests import EngineRequest
 from jdisagg.sched.forks import ForkGroups
 from jdisagg.sched.host_memory import HostMemory
 from jdisagg.sched.pages import PageBook
-from jdisagg.sched.plan import HostCopy
+from jdisagg.sched.plan import HostCopy, PageTable
 from jdisagg.sched.queue import SequenceQueue
 from jdisagg.sched.sequence import Sequence
 from jdisagg.sched.slots import Slots
 from jdisagg.sched.states import LIVE, Status, check_transition
-from jdisagg.sched.views import Preempted, Reserved
 
 
 @dataclass(slots=True)
@@ -31,6 +30,25 @@ class Stats:
     forks: int = 0  # choices that took a sibling's prompt KV
     offloaded_tokens: int = 0  # of preempted and retracted sequences, to host memory
     restored_tokens: int = 0  # and back
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """A remote sequence just got pages: the KV of tokens [held_tokens, num_tokens) has to come into `page_table`."""
+
+    request_id: str
+    page_table: PageTable
+    held_tokens: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """A sequence lost its pages so that another one could go on (itself, when none was free for its own next token)."""
+
+    request_id: str
+    wanted_by: str  # request id
+    num_pages: int  # it held
 
 
 class SequenceTable:

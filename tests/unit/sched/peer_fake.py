@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jdisagg.core.requests import FinishReason, Output
-from jdisagg.sched.views import Reserved
+from jdisagg.sched.table import Reserved
 from tests.unit.sched.engine_fake import FakeEngine, next_token
 
 PROMPT = tuple(range(1, 11))  # 10 tokens: two full pages and a half

@@ -12,7 +12,7 @@ from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Output, Role
 from jdisagg.kv.events import Batch, Cleared, KVEvent, PrefixJournal, Removed, Stored, digest
 from jdisagg.roles.kv_feed import KVEventFeed
-from jdisagg.sched.views import Reserved
+from jdisagg.sched.table import Reserved
 from tests.unit.sched.engine_fake import FakeEngine, next_token, request
 
 NUM_OPERATIONS = 10_000
