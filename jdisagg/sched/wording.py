@@ -1,22 +1,11 @@
-"""How times, counts and lists read in text for people."""
+"""How times, counts and steps read in text for people."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
-
-_MAX_NAMED = 3  # of a list; the rest is a count
 
 
 def counted(count: int, what: str) -> str:
     """1 page, 2 pages."""
     return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-def listed(names: Iterable[str]) -> str:
-    """The first few, each once, and how many more."""
-    unique = list(dict.fromkeys(names))
-    more = f" and {len(unique) - _MAX_NAMED} more" if len(unique) > _MAX_NAMED else ""
-    return ", ".join(unique[:_MAX_NAMED]) + more
 
 
 def step_range(steps: list[int]) -> str:
