@@ -13,7 +13,6 @@ from jdisagg.engine.sizing import (
     DeviceMemory,
     EngineSizes,
     check_sizes,
-    kept_bytes,
     moving_bytes,
     pages_for,
     size_engine,
@@ -82,9 +81,10 @@ def make_budget(
     page_bytes = layout.bytes_per_page // engine.tp
     usable = None if limit is None else _usable(limit, config)
     num_pages = 0 if sizes is None else sizes.num_pages
-    kept = kept_bytes(form.spec, layout, config, engine.role)
-    least = weights + kept + MIN_PAGES * page_bytes
-    needed = weights + kept + max(MIN_PAGES, num_pages or pages_for(longest, layout.page_size)) * page_bytes
+    for_steps, moving = steps_bytes(form.spec, layout, config, engine.role), moving_bytes(layout, config, engine.role)
+    beside_pool = weights + for_steps + moving
+    least = beside_pool + MIN_PAGES * page_bytes
+    needed = beside_pool + max(MIN_PAGES, num_pages or pages_for(longest, layout.page_size)) * page_bytes
     missing = 0 if usable is None else max(0, needed - usable)
     if problem is None and missing:
         problem = _too_fixed(config, least, needed, usable or 0)
@@ -92,8 +92,8 @@ def make_budget(
         limit_bytes=limit,
         usable_bytes=usable,
         weights_bytes=weights,
-        steps_bytes=steps_bytes(form.spec, layout, config, engine.role),
-        moving_bytes=moving_bytes(layout, config, engine.role),
+        steps_bytes=for_steps,
+        moving_bytes=moving,
         page_bytes=page_bytes,
         pool_bytes=num_pages * page_bytes,
         num_pages=num_pages,

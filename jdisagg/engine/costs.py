@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdisagg.engine.buckets import EXACT_ROWS
 from jdisagg.engine.packing import empty_exact, empty_prefill
 from jdisagg.engine.runner import ModelRunner
 from jdisagg.sched.host_memory import RetractionCost
@@ -30,7 +31,7 @@ def measure_retraction_cost(runner: ModelRunner) -> RetractionCost:
     copy_s = _fastest(there_and_back) / (2 * runner.chunk_tokens)
     if runner.shape.exact:
         batch = empty_exact(dummy)
-        recompute_s = _fastest(lambda: device.exact(batch)) / len(np.asarray(batch.slots))
+        recompute_s = _fastest(lambda: device.exact(batch)) / EXACT_ROWS
     elif runner.shape.prefill:
         bucket = runner.shape.prefill[-1]
         recompute_s = _fastest(lambda: device.prefill(empty_prefill(bucket, dummy))) / bucket.num_tokens

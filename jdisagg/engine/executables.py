@@ -53,9 +53,14 @@ class Executable:
     """One shape of one of `jdisagg.engine.functions`."""
 
     name: str  # of the function
-    shape: str  # in words
-    size: int  # tokens or rows that the words count
+    size: int
+    unit: str  # what `size` counts
     arguments: tuple[Any, ...]  # host arrays, behind what the signature takes
+
+    @property
+    def shape(self) -> str:
+        """In words."""
+        return f"{self.size} {self.unit}"
 
     @property
     def signature(self) -> Signature:
@@ -67,21 +72,18 @@ def executables(shape: RunnerShape, sizes: DeviceShape) -> Iterator[Executable]:
     """All that a runner of `shape` can need, in the order in which they are warmed. The arguments are padding alone."""
     dummy = sizes.max_num_seqs
     empty = updates.empty_admissions(num_slots=dummy, width=sizes.pages_per_seq, vocab_size=sizes.vocab_size)
-    yield Executable("admit", f"{updates.ADMIT_ROWS} slots", updates.ADMIT_ROWS, (empty,))
-    yield Executable("append", f"{dummy} pages", dummy, (updates.empty_appends(dummy),))
-    cells = updates.HISTORY_CELLS
-    yield Executable("history", f"{cells} cells", cells, updates.empty_history(dummy))
-    masks = updates.MASK_ROWS
-    yield Executable("allow", f"{masks} slots", masks, updates.empty_masks(dummy, sizes.vocab_size))
+    yield Executable("admit", updates.ADMIT_ROWS, "slots", (empty,))
+    yield Executable("append", dummy, "pages", (updates.empty_appends(dummy),))
+    yield Executable("history", updates.HISTORY_CELLS, "cells", updates.empty_history(dummy))
+    yield Executable("allow", updates.MASK_ROWS, "slots", updates.empty_masks(dummy, sizes.vocab_size))
     if shape.exact:
-        yield Executable("exact", f"{EXACT_ROWS} rows", EXACT_ROWS, (empty_exact(dummy),))
+        yield Executable("exact", EXACT_ROWS, "rows", (empty_exact(dummy),))
     for bucket in shape.prefill:
-        tokens = bucket.num_tokens
-        yield Executable("prefill", f"{tokens} tokens", tokens, (empty_prefill(bucket, dummy),))
+        yield Executable("prefill", bucket.num_tokens, "tokens", (empty_prefill(bucket, dummy),))
     if shape.prefill:
-        yield Executable("score", f"{SCORE_ROWS} tokens", SCORE_ROWS, (empty_score(),))
+        yield Executable("score", SCORE_ROWS, "tokens", (empty_score(),))
     for rows in shape.decode:
-        yield Executable("decode", f"{rows} rows", rows, (np.full(rows, dummy, np.int32),))
-    nowhere, piece = np.zeros((2, sizes.chunk_tokens), np.int32), f"{sizes.chunk_tokens} tokens"
-    yield Executable("export", piece, sizes.chunk_tokens, (nowhere,))  # everywhere: forks, host copies, NanSearch
-    yield Executable("import", piece, sizes.chunk_tokens, (nowhere,))
+        yield Executable("decode", rows, "rows", (np.full(rows, dummy, np.int32),))
+    nowhere = np.zeros((2, sizes.chunk_tokens), np.int32)
+    yield Executable("export", sizes.chunk_tokens, "tokens", (nowhere,))  # everywhere: forks, host copies, NanSearch
+    yield Executable("import", sizes.chunk_tokens, "tokens", (nowhere,))

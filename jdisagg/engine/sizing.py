@@ -57,7 +57,8 @@ def size_engine(
     """
     scheduler, wanted_len = config.scheduler, config.model.max_model_len
     longest = _longest(spec, config)
-    num_pages = _num_pages(layout, config, longest, kept_bytes(spec, layout, config, role), memory)
+    kept = steps_bytes(spec, layout, config, role) + moving_bytes(layout, config, role)
+    num_pages = _num_pages(layout, config, longest, kept, memory)
     max_model_len = min(longest, (num_pages - 1) * layout.page_size)
     needed = pages_for(longest, layout.page_size)
     if wanted_len is not None and max_model_len < wanted_len:
@@ -158,11 +159,6 @@ def moving_bytes(layout: KVLayout, config: Config, role: Role) -> int:
         num_pieces = most_pieces_of(transfer, per_token) + most_arriving_of(transfer, per_token)
     copies_bytes = 2 * max(MOST_BYTES, piece_bytes) if config.scheduler.host_kv_bytes else 0
     return (num_pieces * piece_bytes + copies_bytes) // layout.piece_shards
-
-
-def kept_bytes(spec: ModelSpec, layout: KVLayout, config: Config, role: Role) -> int:
-    """What is left of a device beside weights and pool, when the pool is all that a share leaves."""
-    return steps_bytes(spec, layout, config, role) + moving_bytes(layout, config, role)
 
 
 def takes_share(layout: KVLayout, cache: CacheConfig) -> bool:
