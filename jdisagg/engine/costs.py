@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,10 +13,22 @@ import numpy as np
 from jdisagg.engine.buckets import EXACT_ROWS
 from jdisagg.engine.packing import empty_exact, empty_prefill
 from jdisagg.engine.runner import ModelRunner
-from jdisagg.sched.host_memory import RetractionCost
 
 REPEATS = 3
 NOT_HERE_S = 1.0  # per token, where this worker must not prefill: anything is better than asking the other side again
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetractionCost:
+    """Seconds. The way out and back is compared with computing (or fetching) the tokens again."""
+
+    copy_s_per_token: float  # one way
+    recompute_s_per_token: float
+
+    @property
+    def prefers_copy(self) -> bool:
+        """The round trip is not slower than recomputation."""
+        return 2 * self.copy_s_per_token <= self.recompute_s_per_token
 
 
 def measure_retraction_cost(runner: ModelRunner) -> RetractionCost:

@@ -1,37 +1,21 @@
-"""KV that left the device: whose, how much, and whether the way through host memory is worth it."""
+"""KV that left the device: whose, and how much."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from jdisagg.sched.sequence import Sequence
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RetractionCost:
-    """Seconds, measured at warm-up. The way out and back is compared with computing (or fetching) the tokens again."""
-
-    copy_s_per_token: float = 0.0  # one way
-    recompute_s_per_token: float = 0.0
-
-    @property
-    def prefers_copy(self) -> bool:
-        """The round trip is not slower than recomputation."""
-        return 2 * self.copy_s_per_token <= self.recompute_s_per_token
 
 
 class HostMemory:
     """How much KV is on the host, whose `WaitState.host_tokens` says; the bytes are the runner's."""
 
-    def __init__(self, capacity_tokens: int, cost: RetractionCost) -> None:
+    def __init__(self, capacity_tokens: int) -> None:
         self.capacity_tokens = capacity_tokens
-        self._cost = cost
         self.used_tokens = 0
         self._forgotten: list[str] = []
 
     def keep(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Set room aside for a copy; False when it is not worth it or does not fit, and nothing changes."""
-        if not 0 < num_tokens <= self.capacity_tokens - self.used_tokens or not self._cost.prefers_copy:
+        """Set room aside for a copy; False when there is nothing to keep or it does not fit, and nothing changes."""
+        if not 0 < num_tokens <= self.capacity_tokens - self.used_tokens:
             return False
         assert not sequence.wait.host_tokens, f"{sequence.request_id} has a host copy already"
         sequence.wait.host_tokens = num_tokens

@@ -19,7 +19,6 @@ from jdisagg.core.requests import (
     SamplingParams,
     TokenLogprob,
 )
-from jdisagg.sched.host_memory import RetractionCost
 from jdisagg.sched.plan import Admit, HostCopy, PageAppend, PageCopy, Plan, PrefillChunk, Sampled, StepResult
 from jdisagg.sched.table import Reserved
 
@@ -27,7 +26,7 @@ _TAG = "$"
 _DATACLASSES: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
-        *(Admit, HostCopy, PageAppend, PageCopy, Plan, PrefillChunk, Sampled, StepResult, Reserved, RetractionCost),
+        *(Admit, HostCopy, PageAppend, PageCopy, Plan, PrefillChunk, Sampled, StepResult, Reserved),
         *(EngineRequest, Grammar, Output, Provenance, SamplingParams, SchedulerConfig, TokenLogprob),
     )
 }

@@ -17,7 +17,7 @@ from jdisagg.kv.events import PrefixJournal
 from jdisagg.sched.admission import Admission
 from jdisagg.sched.arrivals import Arrivals
 from jdisagg.sched.committer import Committer
-from jdisagg.sched.host_memory import HostMemory, RetractionCost
+from jdisagg.sched.host_memory import HostMemory
 from jdisagg.sched.intake import Limits, check_config
 from jdisagg.sched.pages import PageBook
 from jdisagg.sched.plan import PageTable, Plan, Sampled, StepResult
@@ -47,7 +47,6 @@ class Scheduler:
         local_prefill: bool = True,
         vocab_size: int | None = None,
         host_tokens: int = 0,
-        retraction_cost: RetractionCost | None = None,
     ) -> None:
         """`num_pages` counts the null page. `local_prefill` False: a decode worker whose retracted sequences are fetched
         again (`take_retracted`) instead of recomputed. `host_tokens`: KV the host may keep of those that lost their pages.
@@ -68,7 +67,7 @@ class Scheduler:
         self._table = SequenceTable(
             pages=pages,
             slots=Slots(config.max_num_seqs),
-            host=HostMemory(host_tokens, retraction_cost or RetractionCost()),
+            host=HostMemory(host_tokens),
             is_decode_worker=role is Role.DECODE,
             refetch_retracted=role is Role.DECODE and not local_prefill,
         )

@@ -130,9 +130,12 @@ def build_core(
         cost = measure_retraction_cost(runner) if host_tokens else None
     if cost is not None:
         log.info(
-            "%s: host memory for KV of %d tokens; per token %.1f us to copy one way, %.1f us to compute again",
+            "%s: host memory for KV of %d tokens; per token %.1f us to copy one way, %.1f us to compute again%s",
             *(role.value, host_tokens, cost.copy_s_per_token * 1e6, cost.recompute_s_per_token * 1e6),
+            "" if cost.prefers_copy else ", which is quicker: it stays unused",
         )
+        if not cost.prefers_copy:
+            host_tokens = 0
     scheduler = make_scheduler(
         config.scheduler,
         role=role,
@@ -144,7 +147,6 @@ def build_core(
         local_prefill=config.transfer.local_prefill is not LocalPrefill.NEVER,
         vocab_size=loaded.spec.vocab_size,
         host_tokens=host_tokens,
-        retraction_cost=cost,
     )
     return Core(
         config=config,

@@ -8,7 +8,6 @@ from typing import Any
 
 from jdisagg.core.config import SchedulerConfig
 from jdisagg.core.requests import EngineRequest, Output, Role, SamplingParams
-from jdisagg.sched.host_memory import RetractionCost
 from jdisagg.sched.log import LoggedScheduler
 from jdisagg.sched.plan import Plan, StepResult
 from tests.unit.sched.content_fake import EOS, next_token
@@ -82,7 +81,6 @@ class FakeEngine:
         caching: bool = True,
         local_prefill: bool = True,
         host_tokens: int = 0,
-        retraction_cost: RetractionCost | None = None,
         **config: Any,
     ) -> None:
         defaults: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "reserved_decode_tokens": 0}
@@ -99,7 +97,6 @@ class FakeEngine:
             enable_prefix_caching=caching,
             local_prefill=local_prefill,
             host_tokens=host_tokens,
-            retraction_cost=retraction_cost,
         )
         self.device = FakeDevice(num_pages, page_size)
         self.delay = delay

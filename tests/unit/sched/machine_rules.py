@@ -18,7 +18,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import EngineRequest, FinishReason, Grammar, GrammarKind, Role
 from jdisagg.replay import replay
-from jdisagg.sched.host_memory import RetractionCost
 from tests.unit.sched.engine_fake import FakeEngine, expected, request
 from tests.unit.sched.machine_truth import Truth
 
@@ -41,7 +40,6 @@ NUM_CHOICES = st.sampled_from([2, 3, 5, 8])
 MAX_TOKENS = st.sampled_from([1, 2, 5, 9, 20])
 MOSTLY = st.sampled_from([True, True, False])
 SALTS = st.sampled_from(["", "", "tenant"])
-COSTS = [None, None, RetractionCost(copy_s_per_token=3.0, recompute_s_per_token=4.0)]  # the last: never
 
 
 GRAMMAR = Grammar(GrammarKind.REGEX, "what the device allows")  # one that nothing looks into here
@@ -62,7 +60,6 @@ class WorkerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority", "prefill-first"]),
         steps=st.sampled_from([1, 1, 3]),
         host_tokens=st.sampled_from([0, 12, 100, 100, 100]),
-        retraction_cost=st.sampled_from(COSTS),
         max_bypass=st.sampled_from([0, 1, 16]),
         safety_margin=st.sampled_from([0.0, 0.0, 0.0, 0.3]),
         max_num_kv_read_tokens=st.sampled_from([0, 0, 0, 50]),

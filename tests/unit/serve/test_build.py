@@ -16,6 +16,7 @@ from jdisagg.core.config import CacheConfig, Config, ModelConfig, SchedulerConfi
 from jdisagg.core.errors import ConfigError, NoMemory
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Role
+from jdisagg.engine.costs import RetractionCost
 from jdisagg.serve import build, engine_core
 from jdisagg.serve.engine_core import build_core
 from jdisagg.transfer.device_put import DevicePutPublisher
@@ -86,3 +87,18 @@ def test_an_engine_that_has_no_room_to_try_its_steps_ends_the_start(monkeypatch:
     config = replace(CONFIG, cache=CacheConfig(num_pages=100), scheduler=SchedulerConfig(host_kv_bytes=2**20))
     with pytest.raises(NoMemory, match=NO_PIECE):
         build_core(config, Role.DECODE, jax.devices(), tp=1, metrics=Metrics(), worker="w", tokenizer=None)
+
+
+@pytest.mark.parametrize(("copy_s_per_token", "is_used"), [(2.0, True), (2.1, False)])
+def test_host_memory_is_used_where_the_way_out_and_back_is_not_slower_than_computing_again(
+    copy_s_per_token: float, is_used: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cost = RetractionCost(copy_s_per_token=copy_s_per_token, recompute_s_per_token=4.0)
+    monkeypatch.setattr(engine_core, "warm_up", lambda runner: [])
+    monkeypatch.setattr(engine_core, "measure_retraction_cost", lambda runner: cost)
+    config = replace(CONFIG, cache=CacheConfig(num_pages=100), scheduler=SchedulerConfig(host_kv_bytes=2**20))
+    with caplog.at_level("INFO"):
+        core = build_core(config, Role.DECODE, jax.devices(), tp=1, metrics=Metrics(), worker="w", tokenizer=None)
+    assert (core.scheduler.snapshot()["host_tokens"]["total"] > 0) == is_used
+    (said,) = (message for message in caplog.messages if "host memory for KV" in message)
+    assert said.endswith("4000000.0 us to compute again" + ("" if is_used else ", which is quicker: it stays unused"))
