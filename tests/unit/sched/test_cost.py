@@ -261,7 +261,7 @@ def counting_sequences(num: int, seen: Comparisons) -> list[Sequence]:
             seen.count += 1
             return self is other
 
-    return [CountedSequence(request(f"r{i}", (1,)), CountedOrder((0, i)), Status.WAITING, target=1) for i in range(num)]
+    return [CountedSequence(request(f"r{i}", (1,)), CountedOrder((0, i)), Status.WAITING, 1, frozenset()) for i in range(num)]
 
 
 def test_the_last_of_many_choices_to_end_compare_no_prompts() -> None:

@@ -74,7 +74,7 @@ def admitting(step_id: int, num_prompt: int, num_generated: int) -> Plan:
         request_id=f"r{step_id}",
         choice=0,
         sampling=SamplingParams(),
-        eos_token_ids=(),
+        stop_ids=(),
         page_table=((),),
         prompt_token_ids=(1,) * num_prompt,
         generated_token_ids=(1,) * num_generated,
