@@ -58,7 +58,7 @@ class Identity:
     groups: tuple[CacheGroup, ...]
     backends: tuple[Backend, ...]  # in order of preference
     ranks: tuple[Rank, ...] = ()
-    build: str = ""
+    build: str = ""  # which version of this package it runs; "" = it does not say
     grammars: frozenset[GrammarKind] = frozenset()  # requests with one of these may be handed to it
     bits: str = ""  # as in `jdisagg.core.bits`
     min_protocol: int = OLDEST_PROTOCOL
@@ -115,6 +115,13 @@ def agree(producer: Identity, consumer: Identity) -> Agreement:
     if backends := tuple(common):
         return Agreement(protocol=protocol, backends=backends)
     raise Incompatible("backends", _names(producer), _names(consumer))
+
+
+def builds_of(producer: Identity, consumer: Identity) -> str:
+    """For the text of a refusal: which builds the two are, where they are known to be unlike."""
+    if not producer.build or not consumer.build or producer.build == consumer.build:
+        return ""
+    return f" (builds {producer.build} and {consumer.build})"
 
 
 def _same_backend(producer: Backend, consumer: Backend) -> bool:

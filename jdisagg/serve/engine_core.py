@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from jdisagg.api.http.version import package_version
 from jdisagg.core.config import Config, LocalPrefill
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import ALL_GRAMMARS, GrammarKind, Role
@@ -92,6 +93,7 @@ class Core:
             epoch=self.epoch,
             groups=(CacheGroup(spec=self.kv_spec, page_size=self.config.cache.page_size),),
             backends=tuple(backends),
+            build=package_version(),
             grammars=self.grammar_kinds,
             bits=self.bits,
         )

@@ -65,6 +65,7 @@ def decode_identity(message: peer_pb2.Identity) -> Identity:
         message,
         Identity,
         worker=told(message.worker),
+        build=told(message.build),
         groups=groups,
         ranks=tuple(decode_fields(rank, Rank) for rank in message.ranks),
         backends=tuple(decode_fields(one, Backend, endpoint=one.endpoint or None) for one in message.backends),

@@ -24,7 +24,7 @@ from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
 from jdisagg.core.speed import Speed
 from jdisagg.core.told import told
-from jdisagg.handoff.identity import SHARED_PULSE, Identity, Incompatible, agree
+from jdisagg.handoff.identity import SHARED_PULSE, Identity, Incompatible, agree, builds_of
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -106,7 +106,8 @@ class PeerLink:
         try:
             agreed = agree(theirs, self._identity).backends
         except Incompatible as error:  # P thought otherwise: it is older or newer than this
-            raise HelloFailed("hello", Unavailable(f"prefill peer {self.peer}: {error}")) from error
+            why = f"prefill peer {self.peer}{builds_of(theirs, self._identity)}: {error}"
+            raise HelloFailed("hello", Unavailable(why)) from error
         return await self._ports.reach(theirs, agreed, begins=begins)
 
     def unreached(self, backend: str, why: str) -> None:

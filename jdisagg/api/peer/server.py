@@ -38,7 +38,7 @@ from jdisagg.core.logs import Seldom
 from jdisagg.core.speed import Speed
 from jdisagg.core.told import told
 from jdisagg.handoff.events import PeerAlive, PeerMessage, PeerOpened
-from jdisagg.handoff.identity import Identity, Incompatible, agree
+from jdisagg.handoff.identity import Identity, Incompatible, agree, builds_of
 from jdisagg.handoff.messages import HandoffId, Open, Refused, StreamEnded
 from jdisagg.text.grammar import Compiled, Grammars
 from jdisagg.transfer.grpc_backend import PieceStore
@@ -112,7 +112,7 @@ class PeerServer(PieceServer):
         try:
             agreement = agree(self._identity, theirs)
         except Incompatible as error:
-            text = f"{self._identity.worker} cannot serve {theirs.worker}: {error}"
+            text = f"{self._identity.worker} cannot serve {theirs.worker}{builds_of(self._identity, theirs)}: {error}"
             return end_call(context, grpc.StatusCode.FAILED_PRECONDITION, text)
         remember(self._workers, context.peer(), theirs.worker, MOST_CALLERS)
         return peer_pb2.HelloResponse(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.core.fingerprint import Parts
-from jdisagg.handoff.identity import PROTOCOL, Agreement, Backend, CacheGroup, Identity, Incompatible, agree
+from jdisagg.handoff.identity import PROTOCOL, Agreement, Backend, CacheGroup, Identity, Incompatible, agree, builds_of
 from jdisagg.kv.spec import KVSpec
 from jdisagg.transfer.jax_server import NUM_ADDRESSES
 
@@ -128,6 +128,15 @@ def test_what_is_converted_and_what_only_tells_may_differ() -> None:
     other = tuple(replace(group, page_size=64, spec=replace(group.spec, dtype="int8")) for group in worker().groups)
     unlike = worker(groups=other, worker="d", epoch="f", build="newer")
     assert agree(worker(), unlike).backends == ("jax", "grpc")
+
+
+@pytest.mark.parametrize(
+    ("builds", "said"),
+    [(("1.2", "1.3"), " (builds 1.2 and 1.3)"), (("1.2", "1.2"), ""), (("", "1.3"), ""), (("1.2", ""), "")],
+)
+def test_a_refusal_names_both_builds_where_they_are_known_to_be_unlike(builds: tuple[str, str], said: str) -> None:
+    p, d = (worker(build=build) for build in builds)
+    assert builds_of(p, d) == said
 
 
 @pytest.mark.parametrize(

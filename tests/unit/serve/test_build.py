@@ -12,13 +12,14 @@ import jax
 import pytest
 
 from jdisagg.aot.planned import planned_mesh
+from jdisagg.api.http.version import package_version
 from jdisagg.core.config import CacheConfig, Config, ModelConfig, SchedulerConfig
 from jdisagg.core.errors import ConfigError, NoMemory
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Role
 from jdisagg.engine.costs import RetractionCost
 from jdisagg.serve import build, engine_core
-from jdisagg.serve.engine_core import build_core
+from jdisagg.serve.engine_core import Core, build_core
 from jdisagg.transfer.device_put import DevicePutPublisher
 from jdisagg.transfer.target import PieceError
 
@@ -102,3 +103,9 @@ def test_host_memory_is_used_where_the_way_out_and_back_is_not_slower_than_compu
     assert (core.scheduler.snapshot()["host_tokens"]["total"] > 0) == is_used
     (said,) = (message for message in caplog.messages if "host memory for KV" in message)
     assert said.endswith("4000000.0 us to compute again" + ("" if is_used else ", which is quicker: it stays unused"))
+
+
+def test_hello_says_which_build_a_worker_runs() -> None:
+    facts: dict[str, Any] = {"worker": "w", "epoch": "e", "kv_spec": None, "grammar_kinds": frozenset(), "bits": ""}
+    core: Any = SimpleNamespace(loaded=SimpleNamespace(fingerprint="f", fingerprint_parts=()), config=CONFIG, **facts)
+    assert Core.identity(core, ()).build == package_version()

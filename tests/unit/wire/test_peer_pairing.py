@@ -69,11 +69,13 @@ def test_an_open_of_a_peer_that_knows_one_backend_means_that_one_alone():
             r"groups\[0\].num_kv_heads: wanted 2, got 4",
         ),
         ({"backends": (Backend(name="shm"),)}, "backends: wanted grpc, got shm"),
+        ({"groups": (), "build": "1.2"}, "serve pid 1 @ here: groups"),
+        ({"groups": (), "build": "1.3"}, r"serve pid 1 @ here \(builds 1.2 and 1.3\): groups"),
     ],
 )
 def test_hello_refuses_an_unlike_peer_and_names_the_field(changes, field):
     async def body() -> None:
-        p, d = Prefill(identity(fingerprint_parts=(("numerics", "exact"),))), Decode(identity(**changes))
+        p, d = Prefill(identity(fingerprint_parts=(("numerics", "exact"),), build="1.2")), Decode(identity(**changes))
         address = await p.start()
         d.client.open(address, H1, opening())
         await until(lambda: d.ends(H1))
