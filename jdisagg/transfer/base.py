@@ -88,7 +88,7 @@ Post = Callable[[TransferEvent], None]  # thread-safe; wakes the engine thread
 
 
 class Publisher(Protocol):
-    """P's half."""
+    """P's half; D has one, too, for KV that it lends."""
 
     name: str
 
@@ -112,7 +112,7 @@ class Publisher(Protocol):
 
 
 class Fetcher(Protocol):
-    """D's half."""
+    """D's half; P has one, too, for KV that D lends."""
 
     name: str
 

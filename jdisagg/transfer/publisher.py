@@ -1,4 +1,4 @@
-"""P's half of every backend that moves data: what is published waits in a thread of its own to become an offer.
+"""P's half of every backend, or D's for what it lends: what is published waits in a thread of its own to become an offer.
 
     engine thread    publish -> bytes counted -> | lane: put -> Published, or PublishFailed and the bytes gone
                      discard -> bytes gone    -> | lane: discard
