@@ -29,15 +29,6 @@ class CacheGroup:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rank:
-    """KV heads [head_begin, head_end) live at `endpoint`."""
-
-    endpoint: str
-    head_begin: int
-    head_end: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Backend:
     """A transfer backend this worker can use. `version`: unlike ones do not pair; empty = any version understands it."""
 
@@ -57,7 +48,6 @@ class Identity:
     epoch: str
     groups: tuple[CacheGroup, ...]
     backends: tuple[Backend, ...]  # in order of preference
-    ranks: tuple[Rank, ...] = ()
     build: str = ""  # which version of this package it runs; "" = it does not say
     grammars: frozenset[GrammarKind] = frozenset()  # requests with one of these may be handed to it
     bits: str = ""  # as in `jdisagg.core.bits`

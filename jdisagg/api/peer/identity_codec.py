@@ -9,7 +9,7 @@ from jdisagg.api.codec import GRAMMAR_KINDS, decode_fields, encode_fields
 from jdisagg.core.fingerprint import Parts
 from jdisagg.core.requests import GrammarKind
 from jdisagg.core.told import told
-from jdisagg.handoff.identity import Backend, CacheGroup, Identity, Rank
+from jdisagg.handoff.identity import Backend, CacheGroup, Identity
 from jdisagg.kv.spec import KVSpec
 from jdisagg.v1 import peer_pb2
 
@@ -22,7 +22,6 @@ def encode_identity(identity: Identity) -> peer_pb2.Identity:
         identity,
         peer_pb2.Identity,
         groups=[encode_fields(group.spec, peer_pb2.CacheGroup, page_size=group.page_size) for group in identity.groups],
-        ranks=[encode_fields(rank, peer_pb2.Rank) for rank in identity.ranks],
         backends=[encode_fields(backend, peer_pb2.TransferBackend) for backend in identity.backends],
         fingerprint_parts=encode_parts(identity.fingerprint_parts),
         **encode_grammars(identity.grammars),
@@ -67,7 +66,6 @@ def decode_identity(message: peer_pb2.Identity) -> Identity:
         worker=told(message.worker),
         build=told(message.build),
         groups=groups,
-        ranks=tuple(decode_fields(rank, Rank) for rank in message.ranks),
         backends=tuple(decode_fields(one, Backend, endpoint=one.endpoint or None) for one in message.backends),
         fingerprint_parts=decode_parts(message),
         grammars=decode_grammars(message),

@@ -16,7 +16,7 @@ from jdisagg.core import errors
 from jdisagg.core.fleet import Load, ProcessFacts, Report
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance, SamplingParams, TokenLogprob
 from jdisagg.core.speed import Speed
-from jdisagg.handoff.identity import Backend, CacheGroup, Identity, Rank
+from jdisagg.handoff.identity import Backend, CacheGroup, Identity
 from jdisagg.handoff.ladder import is_final
 from jdisagg.handoff.messages import (
     Accepted,
@@ -252,7 +252,6 @@ def test_identity_round_trip():
         epoch="e",
         groups=(CacheGroup(spec=spec, page_size=16),),
         backends=(Backend(name="jax", version="0.10", num_transport_addresses=4), Backend(name="tcp", endpoint="[::1]:80")),
-        ranks=(Rank(endpoint="a:1", head_begin=0, head_end=4),),
         build="b",
         min_protocol=1,
         max_protocol=3,
