@@ -124,6 +124,11 @@ class Outbound:
         return self.num_cut + len(self.again) + -(-max(0, self.total - self.cut) // self.chunk_tokens)
 
     @property
+    def is_told(self) -> bool:
+        """D has its first token."""
+        return self.stage not in (OutboundStage.QUEUED, OutboundStage.COMPUTING)
+
+    @property
     def is_awaited(self) -> bool:
         """D has pages for it and its prompt is not computed (any more)."""
         return self.credit_bytes > 0 and self.computed < self.total

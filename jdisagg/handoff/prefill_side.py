@@ -4,7 +4,7 @@
     on_computed       KV of [0, upto) is dispatched: cut finished chunks within credit and buffer budget
     on_first_token    Done, whatever is still to be sent
     on_published      tell D; Ack discards; the last Ack after Done releases the request's pages
-    parkable          others wait for pages that computed prompts hold whose D has none yet
+    to_park           others wait for pages that computed prompts hold whose D has none yet
     release           the one way out: stream end, deadline, silence of D, failure, completion
 
 What is published when is `ExportQueue`'s part.
@@ -22,6 +22,7 @@ from jdisagg.core.requests import Output
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.actions import PrefillAction
 from jdisagg.handoff.exports import ExportQueue, unguessable_key
+from jdisagg.handoff.full_pool import FullPool
 from jdisagg.handoff.live_outbound import LiveOutbound
 from jdisagg.handoff.messages import (
     Accepted,
@@ -52,6 +53,7 @@ class PrefillSide:
         self._config = config
         self._exports = ExportQueue(config, bytes_per_token=bytes_per_token, new_key=new_key)
         self._standstill = Standstill(config)
+        self._full_pool = FullPool()
         self._live = LiveOutbound()
         self._num_late = 0
 
@@ -224,17 +226,9 @@ class PrefillSide:
 
     # --- pages for others
 
-    @property
-    def is_awaited(self) -> bool:
-        """Some D holds pages for a prompt that is not computed: it must not wait for those whose D has none."""
-        return any(record.is_awaited for record in self._live.begun())
-
-    def parkable(self) -> tuple[str, ...]:
-        """Engine requests whose prompt is computed and told and whose D has no pages yet: they can be parked.
-
-        Without this two full pools could wait for each other, or one D for another one's memory.
-        """
-        return tuple(record.engine_request_id for record in self._live.begun() if record.is_parkable)
+    def to_park(self, counts: Mapping[str, int], now_s: float) -> tuple[str, ...]:
+        """As FullPool. Without this two full pools could wait for each other, or one D for another one's memory."""
+        return self._full_pool.to_park(self._live, counts, now_s)
 
     def on_parked(self, engine_request_id: str) -> list[PrefillAction]:
         """Its pages went to others: its prompt is computed again once its D has pages for it, never before."""

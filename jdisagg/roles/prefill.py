@@ -26,7 +26,6 @@ from jdisagg.handoff import actions as act
 from jdisagg.handoff.events import PeerAlive, PeerMessage, PeerOpened
 from jdisagg.handoff.messages import ChunkReady, Declined, HandoffId, Refused, Want
 from jdisagg.handoff.prefill_side import PrefillSide
-from jdisagg.roles.full_pool import FullPool
 from jdisagg.roles.gauge_share import GaugeShare
 from jdisagg.roles.inbox import Message
 from jdisagg.roles.kv_borrowing import KVBorrowing
@@ -70,7 +69,6 @@ class PrefillRole:
         self._records: dict[str, RequestRecord] = {}  # of live hand-offs, by engine request id
         self._num_computed = Counter[str]()  # tokens in steps so far, by engine request id, until the hand-off is over
         self._opened: dict[HandoffId, PeerOpened] = {}  # live hand-offs, as their D opened them
-        self._full_pool = FullPool()
         self._shares = QueueShares()
 
     def admit(self, request: EngineRequest, now_s: float) -> None:
@@ -142,13 +140,10 @@ class PrefillRole:
 
     def _make_room(self, now_s: float) -> None:
         """When a whole step could start nobody, computed prompts whose D has no pages stand back, one per tick."""
-        if not self._full_pool.look(self._scheduler.counts(), now_s):
-            return
-        parkable = self._full_pool.to_park(self._handoffs.parkable(), is_awaited=self._handoffs.is_awaited)
+        parkable = self._handoffs.to_park(self._scheduler.counts(), now_s)
         parked = self._scheduler.park(parkable) if parkable else None
         if parked is not None:
             log.info("request %s: gave its pages to waiting prompts, its receiver has none yet", parked)
-            self._full_pool.parked(parked)
             if record := self._records.get(parked):
                 record.parked(now_s)
             self._execute(self._handoffs.on_parked(parked), now_s)
@@ -184,7 +179,6 @@ class PrefillRole:
     def _sampled(self, output: Output, now_s: float) -> None:
         if output.token_ids and (record := self._records.get(output.request_id)):
             record.produced(now_s)
-        self._full_pool.told(output.request_id)
         num_computed = self._num_computed[output.request_id]
         provenance = Provenance(prefill_worker=self._worker, prefilled_tokens=num_computed)
         signed = replace(output, provenance=self._borrowing.sign(output.request_id, provenance))
@@ -208,7 +202,6 @@ class PrefillRole:
                 case act.Admit():
                     self._admit(action, now_s)
                 case act.Unpark(engine_request_id=request_id):
-                    self._full_pool.unparked(request_id)
                     self._scheduler.unpark(request_id)
                 case act.Reply(handoff=handoff, message=message):
                     if opened := self._opened.get(handoff):
@@ -225,7 +218,6 @@ class PrefillRole:
                 case act.Discard(key=key):
                     self._publishers.discard(key)
                 case act.ReleaseRequest(engine_request_id=request_id):
-                    self._full_pool.closed(request_id)
                     self._shares.closed(request_id)
                     self._borrowing.release(request_id)
                     self._scheduler.cancel(request_id)
@@ -243,7 +235,6 @@ class PrefillRole:
                 self._shares.refused(receiver, now_s)
             self._execute(self._handoffs.on_refused(handoff, error), now_s)
             return
-        self._full_pool.opened(request.request_id, receiver)
         self._shares.opened(request.request_id, receiver)
         self._borrowing.consider(admit, now_s)
         self._records[request.request_id] = self._record(request, now_s)

@@ -89,6 +89,16 @@ def only(kind: type[A], actions: Sequence[object]) -> A:
     return found
 
 
+def parkable(side: PrefillSide) -> tuple[str, ...]:
+    """Engine requests that may be parked, as far as they are concerned."""
+    return tuple(record.engine_request_id for record in side._live.begun() if record.is_parkable)
+
+
+def is_awaited(side: PrefillSide) -> bool:
+    """Whether some D has pages for a prompt that is not computed."""
+    return any(record.is_awaited for record in side._live.begun())
+
+
 def none_of(kind: type, actions: Sequence[object]) -> bool:
     return not any(isinstance(action, kind) for action in actions)
 

@@ -10,7 +10,7 @@ from jdisagg.core.config import LocalPrefill, TransferConfig
 from jdisagg.core.errors import DeadlineExceeded
 from jdisagg.handoff.live_inbound import due_s
 from tests.unit.handoff.parties import Stream
-from tests.unit.handoff.rig import BPT, request, stages
+from tests.unit.handoff.rig import BPT, parkable, request, stages
 from tests.unit.handoff.world import PEERS, World
 
 DEADLINE_S = 60.0
@@ -121,8 +121,8 @@ class HandoffMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), peer=st.sampled_from(PEERS))
     def park(self, data: st.DataObject, peer: str) -> None:
-        if parkable := self.world.prefillers[peer].side.parkable():
-            self.world.park(peer, data.draw(st.sampled_from(parkable)))
+        if found := parkable(self.world.prefillers[peer].side):
+            self.world.park(peer, data.draw(st.sampled_from(found)))
 
     @rule(peer=st.sampled_from(PEERS), outcome=st.sampled_from(["ok", "ok", "ok", "fail", "lost"]))
     def publish(self, peer: str, outcome: str) -> None:

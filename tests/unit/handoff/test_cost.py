@@ -9,7 +9,7 @@ from jdisagg.handoff import actions as act
 from jdisagg.handoff.decode_side import DecodeSide
 from jdisagg.handoff.messages import Accepted, HandoffId, Started
 from jdisagg.handoff.prefill_side import PrefillSide
-from tests.unit.handoff.rig import NEVER, H, decode_side, prefill_side, ready
+from tests.unit.handoff.rig import NEVER, H, decode_side, is_awaited, prefill_side, ready
 
 NUM_PIECES = 6
 
@@ -53,7 +53,7 @@ def test_no_piece_of_a_resumed_request_costs_a_copy_of_its_tokens() -> None:
     to_decode.extend(prefill.on_first_token("r#1", Output(request_id="r#1", token_ids=(42,))))
     done: list[str] = []
     while to_prefill or to_decode:
-        assert prefill.is_awaited is False
+        assert not is_awaited(prefill)
         for action in decode.tick(1.0) + list(prefill.tick(1.0)):
             raise AssertionError(action)
         match to_prefill.popleft() if to_prefill else to_decode.popleft():

@@ -6,30 +6,30 @@ import pytest
 
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.messages import Grant, Parked, Started, StreamEnded
-from tests.unit.handoff.rig import FIRST, LOTS, H, exports, none_of, only, opened, prefill_side, stages
+from tests.unit.handoff.rig import FIRST, LOTS, H, exports, is_awaited, none_of, only, opened, parkable, prefill_side, stages
 
 
 def test_a_computed_prompt_whose_receiver_has_no_pages_stands_back_and_is_computed_again_with_the_first_grant() -> None:
     side = prefill_side()
     opened(side, credit=False)
     side.on_computed("r#1", 10)
-    assert side.parkable() == (), "its token is not told"
+    assert parkable(side) == (), "its token is not told"
     side.on_first_token("r#1", FIRST)
-    assert side.parkable() == ("r#1",)
+    assert parkable(side) == ("r#1",)
     assert only(act.Reply, side.on_parked("r#1")).message == Parked()
-    assert side.parkable() == ()
+    assert parkable(side) == ()
     assert side.snapshot()["handoffs"]["r#1"]["stage"] == "parked"
-    assert not side.is_awaited
+    assert not is_awaited(side)
     assert side.on_message(H, LOTS, 0.0) == [act.Unpark("r#1")], "nothing to cut: its KV is gone"
-    assert side.is_awaited
+    assert is_awaited(side)
     assert side.on_message(H, LOTS, 0.0) == [], "asked for once"
-    assert side.parkable() == (), "its receiver has pages now"
+    assert parkable(side) == (), "its receiver has pages now"
     assert side.on_started("r#1") == []
     assert exports(side.on_computed("r#1", 4)) == [(0, 4)]
     last = side.on_first_token("r#1", FIRST)
     assert exports(last) == [(4, 8), (8, 10)]
     assert none_of(act.Reply, last), "the token was told before"
-    assert not side.is_awaited
+    assert not is_awaited(side)
 
 
 @pytest.mark.parametrize("nothing", [0, -5])
@@ -56,8 +56,8 @@ def test_who_is_awaited_has_pages_at_its_receiver_and_no_kv_here() -> None:
     side = prefill_side()
     opened(side, credit=False)
     assert only(act.Reply, side.on_started("r#1")).message == Started()
-    assert not side.is_awaited, "its receiver has no pages"
+    assert not is_awaited(side), "its receiver has no pages"
     side.on_message(H, LOTS, 0.0)
-    assert side.is_awaited
+    assert is_awaited(side)
     side.on_computed("r#1", 10)
-    assert not side.is_awaited
+    assert not is_awaited(side)

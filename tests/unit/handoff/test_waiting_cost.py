@@ -13,6 +13,7 @@ from tests.unit.handoff.rig import FIRST, LOTS, H, decode_side, none_of, only, p
 from tests.unit.sched.test_cost import Work, work_of
 
 FEW, MANY = 100, 3000
+STUCK = {"waiting": 1, "prealloc": 0, "publishing": 1, "running": 0, "transfer": 0}
 FULL = Refused(error=Overloaded("full", retry_after_s=30.0))
 
 
@@ -40,8 +41,7 @@ def works(side: DecodeSide | PrefillSide) -> list[Work]:
             if isinstance(side, DecodeSide):
                 side.look(now_s)
             else:
-                assert side.is_awaited
-                assert len(side.parkable()) == 1
+                assert side.to_park(STUCK, now_s) == (("r#2",) if now_s else ()), "D has pages for another one"
             assert side.tick(now_s) == []
 
         found.append(work_of(step))

@@ -245,7 +245,7 @@ class World:
         assert [publisher.num_buffered_bytes for publisher in self.publishers] == [0] * len(self.publishers)
         assert self.borrower.is_idle, self.borrower.snapshot()
         role = self.prefill_role
-        assert remembered(role, role._publishers, role._full_pool, self.borrowing) == []
+        assert remembered(role, role._publishers, role._handoffs._full_pool, self.borrowing) == []
         assert not role._shares._receivers
 
 
