@@ -21,7 +21,7 @@ from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.decode_side import DecodeSide
 from jdisagg.handoff.events import FromPrefill
-from jdisagg.handoff.messages import Ack, Grant, HandoffId, Want
+from jdisagg.handoff.messages import Ack, Grant, Want
 from jdisagg.roles.inbox import Message
 from jdisagg.roles.kv_lending import KVLending
 from jdisagg.roles.peer_choice import KnownPeers, PeerChoice
@@ -67,7 +67,6 @@ class DecodeRole:
         self._recoveries = Recoveries(metrics, peers)
         self._transfers = Transfers(metrics)
         self._hidden = HiddenTransfers(metrics)
-        self._arrived: dict[tuple[HandoffId, str], Piece] = {}  # confirmed pieces until their Import action, same tick
         self._provenance = ProvenanceBook(page_size)
         self._self_tests: set[str] = set()
         self._early: list[Output] = []
@@ -113,10 +112,10 @@ class DecodeRole:
             case FromPrefill(handoff=handoff, message=body):
                 return self._execute(self._handoffs.on_message(handoff, body, now_s), now_s)
             case PieceArrived(handoff=handoff, ready=ready, piece=piece, seconds=seconds):
-                self._arrived[handoff, ready.key] = piece
                 self._transfers.arrived(message)
-                outputs = self._execute(self._handoffs.on_arrived(handoff, ready.key, now_s), now_s)
-                if self._arrived.pop((handoff, ready.key), None) is None:  # else late or duplicate: dropped
+                actions = self._handoffs.on_arrived(handoff, ready.key, now_s)
+                outputs = self._execute(actions, now_s, piece)
+                if any(isinstance(action, act.Import) for action in actions):  # else late or duplicate: dropped
                     self._hidden.arrived(handoff.request_id, seconds, now_s)
                 return outputs
             case PieceFailed(handoff=handoff, ready=ready, reason=reason):
@@ -153,13 +152,14 @@ class DecodeRole:
 
     # --- actions
 
-    def _execute(self, actions: Sequence[act.DecodeAction], now_s: float) -> list[Output]:
+    def _execute(self, actions: Sequence[act.DecodeAction], now_s: float, piece: Piece | None = None) -> list[Output]:
+        """`piece`: what has just arrived, for its Import."""
         outputs: list[Output] = []
         for action in actions:
-            outputs += map(self._provenance.ended, self._execute_one(action, now_s))
+            outputs += map(self._provenance.ended, self._execute_one(action, now_s, piece))
         return outputs
 
-    def _execute_one(self, action: act.DecodeAction, now_s: float) -> list[Output]:
+    def _execute_one(self, action: act.DecodeAction, now_s: float, piece: Piece | None) -> list[Output]:
         match action:
             case act.PeerReady(request_id=request_id, is_ready=is_ready):
                 self._scheduler.peer_ready(request_id, is_ready)
@@ -181,8 +181,9 @@ class DecodeRole:
                 self._fetcher.fetch(handoff, peer, ready, deadline_s)
             case act.CancelFetch(handoff=handoff):
                 self._fetcher.cancel(handoff)
-            case act.Import(request_id=request_id, handoff=handoff, key=key):
-                self._runner.import_tokens(self._scheduler.page_table(request_id), self._arrived.pop((handoff, key)))
+            case act.Import(request_id=request_id):
+                assert piece is not None, f"request {request_id}: nothing has arrived"
+                self._runner.import_tokens(self._scheduler.page_table(request_id), piece)
             case act.Recovered():
                 self._recoveries.recovered(action, now_s)
             case act.Hedged():

@@ -56,7 +56,6 @@ class KVBorrowing:
         self._transfers = Transfers(metrics)
         self._handoffs: dict[str, HandoffId] = {}  # of requests that borrow or have borrowed, until they are released
         self._ended: dict[str, Borrowed] = {}  # likewise, once that is over
-        self._arrived: dict[tuple[HandoffId, str], Piece] = {}  # confirmed pieces until their Import action, same call
         self._avoided: dict[str, float] = {}  # by address, until when, D of which nothing came
 
     # --- requests
@@ -114,10 +113,7 @@ class KVBorrowing:
             self._transfers.failed(event)
             return self._execute(self._borrower.on_failed(handoff, key, event.reason), now_s)
         self._transfers.arrived(event)
-        self._arrived[handoff, key] = event.piece
-        replies = self._execute(self._borrower.on_arrived(handoff, key, now_s), now_s)
-        self._arrived.pop((handoff, key), None)  # late or duplicate: dropped
-        return replies
+        return self._execute(self._borrower.on_arrived(handoff, key, now_s), now_s, event.piece)
 
     def tick(self, now_s: float) -> list[act.Reply]:
         """Time passes."""
@@ -125,7 +121,8 @@ class KVBorrowing:
 
     # --- actions
 
-    def _execute(self, actions: Sequence[BorrowerAction], now_s: float) -> list[act.Reply]:
+    def _execute(self, actions: Sequence[BorrowerAction], now_s: float, piece: Piece | None = None) -> list[act.Reply]:
+        """`piece`: what has just arrived, for its Import; when it is late, or came before, there is none."""
         replies: list[act.Reply] = []
         for action in actions:
             match action:
@@ -135,8 +132,9 @@ class KVBorrowing:
                     self._fetcher.fetch(handoff, peer, ready, deadline_s)
                 case act.CancelFetch(handoff=handoff):
                     self._fetcher.cancel(handoff)
-                case act.Import(request_id=request_id, handoff=handoff, key=key):
-                    self._runner.import_tokens(self._scheduler.page_table(request_id), self._arrived.pop((handoff, key)))
+                case act.Import(request_id=request_id):
+                    assert piece is not None, f"request {request_id}: nothing has arrived"
+                    self._runner.import_tokens(self._scheduler.page_table(request_id), piece)
                 case Borrowed():
                     self._end(action, now_s)
         return replies
