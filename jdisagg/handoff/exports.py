@@ -51,8 +51,8 @@ class Source(Protocol):
         """The next range that is ready to be cut."""
         ...
 
-    def take(self, span: tuple[int, int], num_bytes: int, key: str) -> None:
-        """Cut `span`, as given by next_span, into the piece `key`."""
+    def take(self, span: tuple[int, int]) -> None:
+        """`span`, as given by next_span, is cut."""
         ...
 
 
@@ -107,11 +107,12 @@ class ExportQueue:
                 continue
             num_passed = 0
             key = self._new_key()
-            record.take(span, num_bytes, key)
+            record.take(span)
+            record.spent_bytes += num_bytes
+            record.pieces[key] = OutgoingPiece(*span, num_bytes, device_tokens=self._config.transfer_chunk_tokens)
             out = self._out.setdefault(receiver, _Out())
             out.num_pieces += 1
             out.num_bytes += num_bytes
-            record.pieces[key].device_tokens = self._config.transfer_chunk_tokens
             self._take_device(out, self._config.transfer_chunk_tokens)
             sources[record.handoff] = sources.pop(record.handoff)
             actions.append(Export(record.handoff, record.engine_request_id, *span, key))

@@ -55,12 +55,9 @@ class Loan:
         """The next range to cut: all of it is in place."""
         return (self.cut, min(self.cut + self.piece_tokens, self.end)) if self.cut < self.end else None
 
-    def take(self, span: tuple[int, int], num_bytes: int, key: str) -> None:
-        """Cut `span` into the piece `key`."""
-        assert self.spent_bytes + num_bytes <= self.credit_bytes, f"hand-off {self.handoff}: lent beyond P's credit"
+    def take(self, span: tuple[int, int]) -> None:
+        """`span` is cut."""
         self.cut = span[1]
-        self.spent_bytes += num_bytes
-        self.pieces[key] = OutgoingPiece(*span, num_bytes)
 
 
 class Lender:

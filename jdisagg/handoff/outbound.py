@@ -101,16 +101,13 @@ class Outbound:
             return self.cut, self.cut + self.chunk_tokens
         return (self.cut, self.total) if self.computed >= self.total else None
 
-    def take(self, span: tuple[int, int], num_bytes: int, key: str) -> None:
-        """Cut `span`, as given by next_span, into the piece `key`."""
-        assert self.spent_bytes + num_bytes <= self.credit_bytes, f"hand-off {self.handoff}: piece beyond its credit"
+    def take(self, span: tuple[int, int]) -> None:
+        """`span`, as given by next_span, is cut."""
         if self.again and self.again[0] == span:
             self.again.popleft()
         else:
             self.cut = span[1]
-        self.spent_bytes += num_bytes
         self.num_cut += 1
-        self.pieces[key] = OutgoingPiece(*span, num_bytes)
 
     @property
     def is_worn_out(self) -> bool:
