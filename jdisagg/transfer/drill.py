@@ -19,15 +19,8 @@ from jdisagg.transfer.host_backend import ByteSource
 log = logging.getLogger(__name__)
 
 MOST_REMEMBERED = 256  # requests whose last message may come again
-_BYTES = {
-    "corrupt": Fault.CORRUPT,
-    "scramble": Fault.SCRAMBLE,
-    "truncate": Fault.TRUNCATE,
-    "disconnect": Fault.DISCONNECT,
-    "missing": Fault.DROP,
-    "slow": Fault.DELAY,
-}
-_EVENTS = {"error_array": Fault.ERROR_ARRAY, "late": Fault.LATE, "duplicate": Fault.DUPLICATE}
+_BYTES = (Fault.CORRUPT, Fault.SCRAMBLE, Fault.TRUNCATE, Fault.DISCONNECT, Fault.MISSING, Fault.SLOW)
+_EVENTS = (Fault.ERROR_ARRAY, Fault.LATE, Fault.DUPLICATE)
 Listener = Callable[[FromPrefill], None]
 
 
@@ -39,13 +32,13 @@ class TransferDrill:
 
     def byte_source(self, inner: ByteSource) -> ByteSource:
         """Bytes that come wrong, short, late or not at all."""
-        plan = self._drill.plan(*_BYTES)
-        return inner if plan is None else FaultyByteSource(inner, _told(plan, _BYTES))
+        plan = self._plan(*_BYTES)
+        return inner if plan is None else FaultyByteSource(inner, plan)
 
     def fetcher(self, make: Callable[[Post], Fetcher], post: Post) -> Fetcher:
         """The fetcher that `make` builds around a Post; its answers come twice, too late, or as error arrays."""
-        plan = self._drill.plan(*_EVENTS)
-        return make(post) if plan is None else FaultyFetcher(make, post, _told(plan, _EVENTS))
+        plan = self._plan(*_EVENTS)
+        return make(post) if plan is None else FaultyFetcher(make, post, plan)
 
     def publisher(self, inner: Publisher) -> Publisher:
         """One that never lets go of a piece, if that is what is drilled."""
@@ -56,15 +49,16 @@ class TransferDrill:
         plan = self._drill.plan("duplicate_message")
         return post if plan is None and not self._drill.has("late_message") else _Echo(post, plan, self._drill)
 
+    def _plan(self, *faults: Fault) -> Iterator[Fault | None] | None:
+        plan = self._drill.plan(*(fault.value for fault in faults))
+        return None if plan is None else map(_made, plan)  # a generator would not do: several threads fetch
 
-def _told(plan: Iterator[str | None], faults: dict[str, Fault]) -> Iterator[Fault | None]:
-    def fault_of(kind: str | None) -> Fault | None:
-        if kind is None:
-            return None
-        log.info("injected fault: %s", kind)
-        return faults[kind]
 
-    return map(fault_of, plan)  # a generator would not do: several threads fetch
+def _made(kind: str | None) -> Fault | None:
+    if kind is None:
+        return None
+    log.info("injected fault: %s", kind)
+    return Fault(kind)
 
 
 class KeepingPublisher:

@@ -16,10 +16,10 @@ from jdisagg.transfer.host_backend import ByteSource
 
 
 class Fault(Enum):
-    """What goes wrong with one call."""
+    """What goes wrong with one call, by the name that drills have for it."""
 
-    DROP = "drop"  # there is no such piece
-    DELAY = "delay"  # the read begins late
+    MISSING = "missing"  # there is no such piece
+    SLOW = "slow"  # the read begins late
     LATE = "late"  # the event is held until the hand-off was cancelled
     DUPLICATE = "duplicate"  # the event is posted twice
     CORRUPT = "corrupt"  # one bit of the bytes flipped
@@ -78,7 +78,7 @@ class FaultyFetcher:
 
 
 class FaultyByteSource:
-    """A ByteSource that spoils bytes on the way: CORRUPT, SCRAMBLE, TRUNCATE, DISCONNECT, DROP (no such key), DELAY."""
+    """A ByteSource that spoils bytes on the way: CORRUPT, SCRAMBLE, TRUNCATE, DISCONNECT, MISSING (no such key), SLOW."""
 
     def __init__(self, inner: ByteSource, plan: Iterable[Fault | None]) -> None:
         self._inner = inner
@@ -87,9 +87,9 @@ class FaultyByteSource:
     def read_into(self, peer: str, key: str, room: memoryview, deadline_s: float) -> Iterator[int]:
         """As the real one, with the plan's next fault."""
         fault = next(self._plan, None)
-        if fault is Fault.DROP:
+        if fault is Fault.MISSING:
             raise KeyError(key)
-        if fault is Fault.DELAY:
+        if fault is Fault.SLOW:
             sleep(DELAY_S)
         size = sum(self._inner.read_into(peer, key, room, deadline_s))
         if fault is Fault.CORRUPT:

@@ -58,7 +58,7 @@ def test_late_and_duplicate_events(rig: Rig) -> None:
         (Fault.SCRAMBLE, "checksum"),
         (Fault.TRUNCATE, "truncated"),
         (Fault.DISCONNECT, "connection"),
-        (Fault.DROP, "unknown_key"),
+        (Fault.MISSING, "unknown_key"),
     ],
 )
 def test_spoiled_bytes_are_noticed_by_the_grpc_fetcher(fault: Fault, reason: str) -> None:
@@ -103,7 +103,7 @@ def test_a_stalled_peer_does_not_hold_up_another(monkeypatch: pytest.MonkeyPatch
         goes_on.wait(60.0)
 
     monkeypatch.setattr(faulty, "sleep", stalled)
-    source = FaultyByteSource(LocalSource(rig.store), [Fault.DELAY])
+    source = FaultyByteSource(LocalSource(rig.store), [Fault.SLOW])
     rig.fetcher = host_fetcher("grpc", source, TARGET, rig.events.put)
     ready = rig.published("k", piece(tokens(5)))
     deadline_s = time.monotonic() + 60.0
