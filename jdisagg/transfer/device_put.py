@@ -53,9 +53,6 @@ class _Made:
     def discard(self, key: str) -> None:
         self.pieces.pop(key, None)
 
-    def rest(self) -> None:
-        """Holds nothing beside pieces."""
-
     def close(self) -> None:
         self.pieces.clear()
 

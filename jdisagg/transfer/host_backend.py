@@ -77,9 +77,6 @@ class _Copies:
     def discard(self, key: str) -> None:
         self._store.discard(key)
 
-    def rest(self) -> None:
-        """Holds nothing beside pieces."""
-
     def close(self) -> None:
         self._store.close()
 

@@ -79,7 +79,8 @@ def version(platform: str) -> str:
 
 def jax_publisher(servers: TransferServers, cutter: Cutter, post: Post) -> LanePublisher:
     """P's half."""
-    return LanePublisher(NAME, _Cuts(servers, cutter), post)
+    cuts = _Cuts(servers, cutter)
+    return LanePublisher(NAME, cuts, post, on_idle=cuts.rest)
 
 
 class _Cuts:
@@ -106,6 +107,7 @@ class _Cuts:
             server.withdraw(slabs)
 
     def rest(self) -> None:
+        """Nothing was asked for a while: free what receivers cost that get nothing any more."""
         self._servers.end_idle(busy=self._busy())
 
     def _busy(self) -> list[TransferServer]:

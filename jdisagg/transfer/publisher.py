@@ -10,6 +10,7 @@ stored for a piece after it was discarded.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Protocol
 
 from jdisagg.handoff.messages import ChunkReady, HandoffId
@@ -33,10 +34,6 @@ class Offers(Protocol):
         """Free the piece; unknown keys are ignored."""
         ...
 
-    def rest(self) -> None:
-        """Nothing was asked for a while: free what receivers cost that get nothing any more."""
-        ...
-
     def close(self) -> None:
         """Free everything."""
         ...
@@ -45,15 +42,15 @@ class Offers(Protocol):
 class LanePublisher:
     """A backend's Publisher."""
 
-    def __init__(self, name: str, offers: Offers, post: Post) -> None:
-        """`name`: the backend's."""
+    def __init__(self, name: str, offers: Offers, post: Post, *, on_idle: Callable[[], None] = lambda: None) -> None:
+        """`name`: the backend's; `on_idle` runs on the lane whenever nothing was asked for a while."""
         self.name = name
         self._offers = offers
         self._post = post
         # No lock: both threads write, single dict operations only.
         self._sizes: dict[str, int] = {}  # from publish to discard
         self._queued: dict[str, Piece] = {}  # until the lane has come to them: one that is discarded leaves the device at once
-        self._lane = Lane(f"{name}-publish", offers.rest)
+        self._lane = Lane(f"{name}-publish", on_idle)
 
     def publish(self, handoff: HandoffId, key: str, piece: Piece) -> None:
         """Make the piece fetchable on the transfer thread; answers Published or PublishFailed, nothing once discarded."""

@@ -50,7 +50,7 @@ class Rig:
     def __init__(self) -> None:
         self.offers = Noted()
         self.posted = queue.SimpleQueue[TransferEvent]()
-        self.publisher = LanePublisher("noted", self.offers, self.posted.put)
+        self.publisher = LanePublisher("noted", self.offers, self.posted.put, on_idle=self.offers.rest)
 
     def publish(self, *keys: str) -> None:
         for key in keys:
