@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, islice
-from math import gcd
+from math import lcm
 from typing import Any
 
 import jax
@@ -27,12 +27,6 @@ MAX_PARTS = 8  # beyond it only as many as either mesh has
 def token_buckets(chunk_tokens: int) -> tuple[int, ...]:
     """Lengths a piece is trimmed to, ascending."""
     return tuple(sorted({max(1, chunk_tokens // 16), max(1, chunk_tokens // 4), chunk_tokens}))
-
-
-def num_parts_for(ours: int, theirs: int, num_heads: int) -> int:
-    """Parts of a piece between a mesh that holds heads in `ours` shards and one that holds them in `theirs`."""
-    common = ours * theirs // gcd(ours, theirs)
-    return common if num_heads % common == 0 else ours
 
 
 def possible_parts(shards: int, num_heads: int) -> tuple[int, ...]:
@@ -65,8 +59,8 @@ class Cutter:
 
     def num_parts(self, receiver_shards: int) -> int:
         """Parts for a receiver whose mesh holds heads in `receiver_shards`; only numbers that `warm_up` has seen."""
-        num_parts = num_parts_for(self.mesh.num_shards, receiver_shards, self._num_heads)
-        return num_parts if num_parts in possible_parts(self.mesh.num_shards, self._num_heads) else self.mesh.num_shards
+        common = lcm(self.mesh.num_shards, receiver_shards)
+        return common if common in possible_parts(self.mesh.num_shards, self._num_heads) else self.mesh.num_shards
 
     def padded(self, num_tokens: int) -> int:
         """The length to which `cut` trims a piece of so many tokens."""
