@@ -4,9 +4,6 @@
        |           |-> ENDED   |          |
        |___________|_____|_____|__________|  stream end, deadline, lease, failure, or everything delivered: released
 
-A computed prompt whose D has no pages may be parked: it gives its pages to prompts that wait, and is computed again, without
-another token being told, when D grants credit.
-
 Tokens D needs are [held, total). They are cut in order, in whole chunks while the prompt computes on and the rest with its
 end, each as one piece. A piece belongs to the transfer from Export until Discard.
 """
@@ -30,7 +27,7 @@ class OutboundStage(Enum):
     QUEUED = "queued"  # Admit was given
     COMPUTING = "computing"  # Accepted was sent
     COMPUTED = "computed"  # Done was sent; pieces may be missing
-    PARKED = "parked"  # computed once; its pages were given to others until D has some
+    PARKED = "parked"  # computed once; its pages were given to others until D has some: see `full_pool`
     ENDED = "ended"  # Done was sent, with the last token: D needs no KV at all, but fetches until it has heard so
 
 

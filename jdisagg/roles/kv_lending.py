@@ -1,8 +1,4 @@
-"""The decode role's part that publishes KV for prefill workers which would compute it again: what `Lender` decides, executed.
-
-The pages are pinned as long as the hand-off's stream lives; pieces are gathered out of them into arrays of their own, and those
-belong to the publisher until they are discarded.
-"""
+"""The decode role's part that publishes KV for prefill workers which would compute it anew: what `Lender` decides, executed."""
 
 from __future__ import annotations
 
