@@ -100,17 +100,21 @@ class WorkerLink:
         await cancel_and_wait(self._task)
 
     async def _run(self, credentials: Credentials) -> None:
-        channel = open_channel(self.address, credentials, reads_ahead=False)  # what waits at the worker becomes less
-        reason = CLOSED
+        reason, channel = CLOSED, None
         try:
-            call = worker_pb2_grpc.WorkerServiceStub(channel).Run()
-            reason = await self._converse(call)
-        except Exception as error:  # a bug of ours: the worker is lost to us, and the log says how
+            channel = open_channel(self.address, credentials, reads_ahead=False)  # what waits at the worker becomes less
+            reason = await self._converse(worker_pb2_grpc.WorkerServiceStub(channel).Run())
+        except Exception as error:  # a bug of ours or of grpc: the worker is lost to us, and the log says how
             log.exception("stream of worker %s", self.address)
             reason = repr(error)
         finally:
-            await channel.close()
-            self._on_down(reason)
+            try:
+                if channel is not None:
+                    await channel.close()
+            except Exception:  # likewise
+                log.exception("closing a connection to worker %s failed", self.address)
+            finally:  # else nobody would connect it again
+                self._on_down(reason)
 
     async def _converse(self, call: grpc.aio.StreamStreamCall) -> str:
         read = asyncio.create_task(self._read(call))

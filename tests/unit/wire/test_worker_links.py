@@ -64,6 +64,34 @@ def test_a_stream_that_breaks_as_the_silence_gets_too_long_is_a_worker_lost_and_
     assert not [record for record in caplog.records if record.exc_info], "it is no bug of ours"
 
 
+@pytest.mark.usefixtures("own_log")
+@pytest.mark.parametrize("fails", ["grpc.aio._channel.Channel.close", "jdisagg.api.worker.client.open_channel"])
+def test_a_connection_that_cannot_be_opened_or_closed_is_told_of(
+    fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever comes out of gRPC there: a router that does not hear of it connects that worker no more."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("a bug of gRPC")
+
+    async def body() -> None:
+        closes = fails.endswith("close")
+        worker = await FakeWorker(()).start()
+        with monkeypatch.context() as patch:
+            patch.setattr(fails, fail)
+            client = Client(worker.address)
+            if closes:
+                await until(lambda: client.ups)
+                worker.engine.crash()
+            await until(lambda: client.downs or client.link._task.done())
+        assert [down.partition(":")[0] for down in client.downs] == ["UNAVAILABLE" if closes else "OSError('a bug of gRPC')"]
+        await client.link.close()
+        await worker.die()
+
+    run_quiet(body())
+    assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == ["a bug of gRPC"]
+
+
 @pytest.mark.parametrize(
     "side",
     [
