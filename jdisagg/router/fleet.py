@@ -56,9 +56,8 @@ class Fleet:
         Raises AddressTaken while the other one is alive: two cannot have one address, so that what comes now was sent long ago,
         by a process that is gone (or both advertise the same address: then the first one has it).
         """
-        if (same := self.process(member.address, member.epoch)) is not None:
-            said = Report(member.load, member.draining, member.not_ready, member.alone, member.process.uptime_s)
-            same.member, same.last_seen_s = same.member.reporting(said), now_s
+        report = Report(member.load, member.draining, member.not_ready, member.alone, member.process.uptime_s)
+        if self.heartbeat(member.address, member.epoch, report, now_s):
             return None
         old = self._entries.get(member.address)
         if old is not None and now_s - old.last_seen_s <= self._dead_after_s:

@@ -34,6 +34,19 @@ def test_a_process_that_registers_again_is_heard_and_stays_what_it_was() -> None
     assert fleet.members() == []
 
 
+def test_a_process_that_registers_again_says_how_busy_it_is_unless_its_stream_does() -> None:
+    fleet = Fleet(dead_after_s=1.0)
+    for address, role in (("p:1", Role.PREFILL), ("d:1", Role.DECODE)):
+        fleet.register(replace(MEMBER, address=address, role=role), 10.0)
+    p, d = fleet.entries()
+    fleet.link(d, 10.0)
+    fleet.tell_load(d, LOAD)
+    for entry, load in ((p, LOAD), (d, Load())):
+        fleet.register(replace(entry.member, load=load), 10.5)
+    assert (p.member.load, d.member.load) == (LOAD, LOAD)
+    assert [(entry.others, entry.others_tokens) for entry in (p, d)] == [(5, 70)] * 2
+
+
 def test_a_heartbeat_says_how_busy_the_process_is_and_whether_it_is_about_to_end() -> None:
     fleet = Fleet(dead_after_s=1.0)
     fleet.register(MEMBER, 10.0)
