@@ -80,7 +80,8 @@ class KVCacheView:
     async def follow(self, address: str, *, credentials: Credentials = INSECURE) -> None:
         """Keep the view current until cancelled, through restarts of the worker. While it is away the last view stays.
 
-        Raises grpc.aio.AioRpcError when asking again cannot help: events are off there, or it has no such pool.
+        Raises grpc.aio.AioRpcError when asking again cannot help, as events are off there or it has no such pool; ValueError
+        for a message that nobody could read.
         """
         while True:
             channel = open_channel(address, credentials)

@@ -73,7 +73,7 @@ class LocalEngine:
 
     @property
     def ticks(self) -> int:
-        """Finished engine ticks, for heartbeats."""
+        """Finished engine ticks, which heartbeats carry."""
         return self._thread.ticks
 
     @property

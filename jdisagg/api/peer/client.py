@@ -110,7 +110,7 @@ class GrpcPeerClient:
         self._cross(self._book.no_kv, peer, why, monotonic())
 
     def kv_came(self, peer: str) -> None:
-        """Some does come."""
+        """All that one prompt needed did come."""
         self._cross(self._book.kv_came, peer)
 
     def unreached(self, peer: str, backend: str, why: str) -> None:

@@ -3,7 +3,7 @@
     router                                worker
     RunRequest(submits, cancels)    ->    engine.submit / engine.cancel, in order
                                     <-    RunResponse(outputs, load): everything of the ticks since the last one
-    Heartbeat                      <->    every heartbeat_s; the worker's carries the engine's tick counter, for older routers
+    Heartbeat                      <->    every heartbeat_s; the worker's carries the engine's tick counter, which is not read
 
 When an engine raises, the stream breaks without a word of what it was told last: to routers that is a worker that died, of
 which a request may be the cause, and not one that gives its requests back.
@@ -221,7 +221,7 @@ class _RunStream:
         return self._is_writing or bool(self._outputs) or self._encoded.has_waiting
 
     def beat(self) -> None:
-        """Have the next message carry the tick counter, and send one."""
+        """Send a message, a heartbeat."""
         self._heartbeat_due = True
         self._wake.set()
 
