@@ -57,7 +57,7 @@ class Fleet:
         by a process that is gone (or both advertise the same address: then the first one has it).
         """
         report = Report(member.load, member.draining, member.not_ready, member.alone, member.process.uptime_s)
-        if self.heartbeat(member.address, member.epoch, report, now_s):
+        if self.heartbeat(member.address, member.epoch, report, now_s) is not None:
             return None
         old = self._entries.get(member.address)
         if old is not None and now_s - old.last_seen_s <= self._dead_after_s:
@@ -69,15 +69,15 @@ class Fleet:
         entry.cache = self._caches.setdefault(entry.key, entry.cache)
         return old
 
-    def heartbeat(self, address: str, epoch: str, report: Report, now_s: float) -> bool:
-        """False when that process is not known."""
+    def heartbeat(self, address: str, epoch: str, report: Report, now_s: float) -> Entry | None:
+        """The process that sent it; None when it is not known."""
         if (entry := self.process(address, epoch)) is None:
-            return False
+            return None
         entry.member = dataclasses.replace(entry.member.reporting(report), load=entry.member.load)
         entry.last_seen_s = now_s
         if not entry.linked:  # its Run stream tells of every tick, in order with what became of our requests
             self.tell_load(entry, report.load)
-        return True
+        return entry
 
     def tell_load(self, entry: Entry, load: Load, num_cancelled: int = 0) -> None:
         """Take what the worker says; call it before what came with it ends requests of ours: both know of them then.
@@ -240,13 +240,11 @@ class Fleet:
             (peer for peer in self._entries.values() if peer.member.role is Role.PREFILL and peer.member.worker == worker), None
         )
 
-    def prefill_for(self, address: str) -> tuple[str, ...] | None:
-        """Addresses of all prefill workers for the decode worker there, in the order of `prefill_peers`; None for other
-        workers."""
-        entry = self._entries.get(address)
-        if entry is None or entry.member.role is not Role.DECODE:
+    def prefill_for(self, entry: Entry) -> tuple[str, ...] | None:
+        """Addresses of all prefill workers for that decode worker, in the order of `prefill_peers`; None for other workers."""
+        if entry.member.role is not Role.DECODE:
             return None
-        fingerprint, bits = entry.member.card.fingerprint, entry.member.bits
+        address, fingerprint, bits = entry.member.address, entry.member.card.fingerprint, entry.member.bits
         peers = self._prefill_of(fingerprint, bits, NOWHERE, SOME_TOKENS, lambda peer: seat_of(peer.member.address, address))
         return tuple(peer.member.address for peer in peers)
 

@@ -77,14 +77,13 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         self, request: fleet_pb2.HeartbeatRequest, context: grpc.aio.ServicerContext
     ) -> fleet_pb2.HeartbeatResponse | None:
         """A worker is still there; NOT_FOUND asks it to register."""
-        if not self._workers.heartbeat(request.address, request.epoch, decode_report(request)):
+        if (entry := self._workers.heartbeat(request.address, request.epoch, decode_report(request))) is None:
             return end_call(context, grpc.StatusCode.NOT_FOUND, f"{request.address} is not registered here; register again")
         if self._leaving:
             self._told.add(request.address)
-        entry, peers = self._workers.fleet.at(request.address), self._workers.fleet.prefill_for(request.address)
+        peers = self._workers.fleet.prefill_for(entry)
         prefill = None if peers is None else fleet_pb2.PrefillWorkers(addresses=peers)
-        unreached = "" if entry is None else entry.reach.why_not
-        return fleet_pb2.HeartbeatResponse(leaving=self._leaving, prefill=prefill, unreached=unreached)
+        return fleet_pb2.HeartbeatResponse(leaving=self._leaving, prefill=prefill, unreached=entry.reach.why_not)
 
     async def List(self, request: fleet_pb2.ListRequest, context: grpc.aio.ServicerContext) -> fleet_pb2.ListResponse:
         """The fleet."""

@@ -89,18 +89,17 @@ class Workers:
             self._news.registered(member)
         if old is not None:
             self._lose(old, REPLACED)
-        self._hear_whether_it_drains(member.address, is_new=not known)
-        self._hear_whether_ready(member.address)
+        if (entry := self.fleet.process(member.address, member.epoch)) is not None:
+            self._hear(entry, is_new=not known)
         self._connect_missing()
         self._notify()
 
-    def heartbeat(self, address: str, epoch: str, report: Report) -> bool:
-        """False when that process is not known."""
-        known = self.fleet.heartbeat(address, epoch, report, monotonic())
-        if known:
-            self._hear_whether_ready(address)
-            self._hear_whether_it_drains(address)
-        return known
+    def heartbeat(self, address: str, epoch: str, report: Report) -> Entry | None:
+        """The process that sent it; None when it is not known."""
+        entry = self.fleet.heartbeat(address, epoch, report, monotonic())
+        if entry is not None:
+            self._hear(entry)
+        return entry
 
     def leave(self) -> None:
         """This router drains: that its workers do is no news then."""
@@ -229,17 +228,13 @@ class Workers:
         if at_once and not self._closed:
             self._connect_missing()
 
-    def _hear_whether_ready(self, address: str) -> None:
-        """What the worker there says of itself may be news."""
-        entry = self.fleet.at(address)
-        if entry is not None and self._news.readiness(entry):
-            self._notify()
-
-    def _hear_whether_it_drains(self, address: str, *, is_new: bool = False) -> None:
-        """A new one may have come before those that do its work, as behind a restart of this router."""
-        entry = self.fleet.at(address)
-        if entry is not None and entry.member.draining and not entry.is_drain_told:
+    def _hear(self, entry: Entry, *, is_new: bool = False) -> None:
+        """What it says of itself may be news. A new one may have come before those that do its work, as behind a restart of
+        this router."""
+        if entry.member.draining and not entry.is_drain_told:
             self._news.drains(entry, "" if is_new or self._leaving else self.fleet.missing_without(entry))
+        if self._news.readiness(entry):
+            self._notify()
 
     def _lose(self, entry: Entry, reason: str) -> None:
         """The process is not a member any more."""

@@ -128,7 +128,7 @@ def test_a_prompt_is_computed_by_who_has_the_bits_of_its_decode_worker_until_too
     assert asked("")[-1] == "p1", "busy, and no worse than the others but for that"
     d1 = fleet.entries()[0]
     d1.member = replace(d1.member, bits=A)
-    told = fleet.prefill_for("d1")
+    told = fleet.prefill_for(d1)
     assert told is not None
     assert told[-1] == "p2"
     p1.pending_tokens = UNLIKE_TOKENS - 1

@@ -98,7 +98,9 @@ def test_a_decode_worker_hears_of_a_slow_one_last() -> None:
 
 
 def listed(fleet: Fleet, decode: Member) -> tuple[str, ...]:
-    found = fleet.prefill_for(decode.address)
+    entry = fleet.at(decode.address)
+    assert entry is not None
+    found = fleet.prefill_for(entry)
     assert found is not None
     return found
 

@@ -190,6 +190,7 @@ def test_a_decode_worker_is_told_of_so_many_prefill_workers_that_hold_the_prompt
     assert named_worker is not None
     assert named_worker.member.address == "p4"
     assert fleet.prefill_named("decode @ d1") is None, "it does not prefill"
-    assert fleet.prefill_for("p4") is None
-    assert fleet.prefill_for("nobody") is None
-    assert len(fleet.prefill_for("d1") or ()) == MAX_PREFILL_PEERS + 1, "all that do not drain"
+    assert fleet.prefill_for(named_worker) is None
+    decode = fleet.at("d1")
+    assert decode is not None
+    assert len(fleet.prefill_for(decode) or ()) == MAX_PREFILL_PEERS + 1, "all that do not drain"

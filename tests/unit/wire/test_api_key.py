@@ -28,6 +28,7 @@ from jdisagg.api.worker.service import WorkerService
 from jdisagg.core.fleet import Load, Report
 from jdisagg.core.metrics import Metrics
 from jdisagg.handoff.messages import Accepted, Agreed, HandoffId, Open, StreamEnded
+from jdisagg.router.entry import Entry
 from jdisagg.router.fleet_engine import FleetEngine
 from jdisagg.router.service import FleetService
 from jdisagg.text.tokenizer import Tokenizer
@@ -255,8 +256,8 @@ def test_a_fleet_that_shares_the_key_works_and_a_stranger_to_it_is_told_why(
 
 def test_a_worker_whose_router_changes_its_key_says_so_each_time(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    fleet = SimpleNamespace(prefill_for=lambda address: None, at=lambda address: None)
-    workers: Any = SimpleNamespace(register=lambda member: None, heartbeat=lambda *told: True, fleet=fleet)
+    fleet, entry = SimpleNamespace(prefill_for=lambda entry: None), Entry(member(), 0.0)
+    workers: Any = SimpleNamespace(register=lambda member: None, heartbeat=lambda *told: entry, fleet=fleet)
 
     def told(what: str) -> int:
         return sum(what in record.message for record in caplog.records)

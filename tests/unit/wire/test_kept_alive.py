@@ -12,6 +12,7 @@ from jdisagg.api.peer.link import PeerLink
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.fleet import Load, Member, Report
 from jdisagg.handoff.identity import Identity
+from jdisagg.router.entry import Entry
 from jdisagg.router.service import FleetService
 from jdisagg.v1 import fleet_pb2_grpc
 from tests.unit.wire.peers import Decode, Prefill
@@ -24,16 +25,16 @@ class Members:
     """Workers of a router that count."""
 
     def __init__(self) -> None:
-        self.fleet = SimpleNamespace(prefill_for=lambda address: ("p:1",), at=lambda address: None)
+        self.fleet = SimpleNamespace(prefill_for=lambda entry: ("p:1",))
         self.registered = 0
         self.beats = 0
 
     def register(self, member: Member) -> None:
         self.registered += 1
 
-    def heartbeat(self, address: str, epoch: str, report: Report) -> bool:
+    def heartbeat(self, address: str, epoch: str, report: Report) -> Entry:
         self.beats += 1
-        return True
+        return Entry(MEMBER, 0.0)
 
     def members(self) -> list[Member]:
         return []
