@@ -255,7 +255,7 @@ class FleetEngine:
         if self._closed.is_set():
             raise _shutting_down(flight)
         flight.setbacks.tried |= {failed.address}
-        alone = self._placement.is_tried_everywhere(flight, now_s)
+        alone = self._placement.is_tried_everywhere(flight)
         pause_s = self._replays.next_attempt(flight, lost, worker=failed.worker, alone=alone, num_live=num_live, now_s=now_s)
         if alone:
             flight.setbacks.tried = frozenset({failed.address})  # begin another round

@@ -80,11 +80,10 @@ class Placement:
             self._told_length.say(log, logging.WARNING, "%s", text, now_s=now_s)
             raise ContextLengthExceeded(f"{text}; shorten the prompt", field="prompt")
 
-    def is_tried_everywhere(self, flight: Flight, now_s: float) -> bool:
+    def is_tried_everywhere(self, flight: Flight) -> bool:
         """Nobody is left in this round of attempts."""
-        answers, tried = self._next_weights(flight), flight.setbacks.tried
-        best = self._fleet.choose(answers, now_s, _needs(flight), Wishes(but_not=tried))
-        return best is None or best.member.address in tried
+        there = self._fleet.usable(self._next_weights(flight), _needs(flight)).entries
+        return all(entry.member.address in flight.setbacks.tried for entry in there)
 
     def may_speak(self, flight: Flight, output: Output) -> bool:
         """False when this would be the first of a choice whose siblings have moved to other weights."""
