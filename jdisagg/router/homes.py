@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from weakref import WeakValueDictionary
 
 from jdisagg.router.prefixes import Beginning
 
@@ -31,14 +30,3 @@ class Home:
         """A client is about to get the first of a choice on those weights; False when its siblings are on others."""
         self._has_spoken |= self._answers == answers
         return self._answers == answers
-
-
-class Homes:
-    """By fork group, for as long as somebody holds them."""
-
-    def __init__(self) -> None:
-        self._homes = WeakValueDictionary[str, Home]()
-
-    def of(self, group: str) -> Home:
-        """That of the group; a new one where there is none, and always for "", which is no group."""
-        return self._homes.setdefault(group, Home()) if group else Home()

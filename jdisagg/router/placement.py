@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from array import array
+from weakref import WeakValueDictionary
 
 from jdisagg.api.generation.context_length import ContextLengthExceeded
 from jdisagg.core.logs import Seldom
@@ -12,7 +13,7 @@ from jdisagg.core.requests import FinishReason, Output, Provenance, Role
 from jdisagg.router.booking import Booking, book
 from jdisagg.router.entry import Entry
 from jdisagg.router.flight import Flight
-from jdisagg.router.homes import Homes
+from jdisagg.router.homes import Home
 from jdisagg.router.prefixes import Near, Prefixes, beginnings_of
 from jdisagg.router.setbacks import MOST_ASKED
 from jdisagg.router.usable import Needs, Wishes
@@ -31,13 +32,14 @@ class Placement:
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
         self._fleet = workers.fleet
-        self._homes = Homes()
+        self._homes = WeakValueDictionary[str, Home]()  # by fork group, for as long as a choice of it lives
         self._prefixes = Prefixes()
         self._told_length = Seldom(LENGTH_EVERY_S)
 
     def begin(self, flight: Flight) -> None:
         """Before its first attempt; `leave` must follow."""
-        flight.home = home = self._homes.of(flight.request.fork_group)
+        group = flight.request.fork_group
+        flight.home = home = self._homes.setdefault(group, Home()) if group else Home()
         # once for all choices of a prompt: of a long one it takes 2 ms, in which the event loop does nothing else
         home.beginnings = home.beginnings or beginnings_of(flight.request.prompt_token_ids, flight.request.cache_salt)
 

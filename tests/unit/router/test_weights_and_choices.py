@@ -14,7 +14,7 @@ from jdisagg.api.generation.token_engine import Enough
 from jdisagg.core.errors import HandoffLost, Overloaded, RequestError
 from jdisagg.core.requests import EngineRequest, Output, Role, SamplingParams
 from jdisagg.router.flight import Flight
-from jdisagg.router.homes import Home, Homes
+from jdisagg.router.homes import Home
 from jdisagg.router.placement import Placement
 from jdisagg.router.recovery import ReplayConfig
 from jdisagg.router.workers import Workers
@@ -153,15 +153,19 @@ def test_a_group_that_has_spoken_keeps_its_weights() -> None:
 
 
 def test_a_group_has_one_home_for_as_long_as_somebody_holds_it_and_a_request_alone_one_of_its_own() -> None:
-    homes = Homes()
-    first = homes.of("g")
-    second = homes.of("g")
-    assert first is second is not homes.of("h")
+    placement = Placement(cast(Workers, SimpleNamespace(fleet=None)))
+
+    def begun(group: str) -> Flight:
+        placement.begin(flight := Flight(replace(request("r"), fork_group=group)))
+        return flight
+
+    first, second, other = begun("g"), begun("g"), begun("h")
+    assert first.home is second.home is not other.home
     del first
-    assert homes.of("g") is second
-    del second
-    assert not homes._homes
-    assert homes.of("") is not homes.of("")
+    assert begun("g").home is second.home
+    del second, other
+    assert not placement._homes
+    assert begun("").home is not begun("").home
 
 
 @pytest.mark.parametrize(("error", "reason"), [(Overloaded("full"), "overloaded"), (RequestError("broken"), "error")])
