@@ -77,9 +77,10 @@ class Setbacks:
             self._blamed[lost.worker] = SILENCE if lost.reason in (SILENT, EVICTED) else 1.0
 
     def add(self, lost: Lost, worker: str, now_s: float, *, is_full: bool, alone: bool) -> None:
-        """An attempt was lost there. `is_full`: the worker did nothing for it. `alone`: all others have lost it, too."""
-        if not is_full:
-            self.begin(now_s)
+        """An attempt was lost there; the one before it may have been, too, before it brought anything. `is_full`: the worker
+        did nothing for it. `alone`: all others have lost it, too."""
+        if not is_full and self._since_s is None:
+            self._since_s = now_s
         self.last, self.worker = lost.error.message, worker
         if lost.death:
             self.deaths += lost.num_down
@@ -103,10 +104,6 @@ class Setbacks:
         """A full worker gave it back: the error to end with, should all be full, names the soonest time of any of them."""
         self._retry_after_s = min(error.retry_after_s, self._retry_after_s or error.retry_after_s)
         return Overloaded(error.message, retry_after_s=self._retry_after_s)
-
-    def begin(self, now_s: float) -> None:
-        """An attempt was lost; the one before it may have been, too, before it brought anything."""
-        self._since_s = now_s if self._since_s is None else self._since_s
 
     def overcome(self, now_s: float) -> float | None:
         """The client hears again: seconds since the first loss, None when there was none."""

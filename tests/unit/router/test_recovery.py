@@ -261,11 +261,15 @@ def test_a_request_that_is_lost_for_good_before_its_first_token_is_in_the_log(ca
 def test_a_client_waited_from_the_first_loss_on_until_it_hears_again_and_is_told_once() -> None:
     setbacks = Setbacks()
     assert setbacks.overcome(9.0) is None
-    setbacks.begin(10.0)
-    setbacks.begin(12.0)
+
+    def lose(now_s: float) -> None:
+        setbacks.add(Lost.told(Unavailable("not now")), "w", now_s, is_full=False, alone=False)
+
+    lose(10.0)
+    lose(12.0)
     assert setbacks.overcome(15.0) == 5.0
     assert setbacks.overcome(16.0) is None
-    setbacks.begin(20.0)
+    lose(20.0)
     assert setbacks.overcome(21.0) == 1.0
 
 
