@@ -24,7 +24,6 @@ from jdisagg.core.speed import taken_for
 from jdisagg.router.entry import Entry, Reach, RunStream
 from jdisagg.router.longest import Longest, LongestPrompts
 from jdisagg.router.lots import lot_of, seat_of
-from jdisagg.router.missing import missing_without
 from jdisagg.router.partners import Partners, Usual
 from jdisagg.router.prefixes import NOTHING_KEPT, NOWHERE, Near
 from jdisagg.router.silence import Silence
@@ -168,10 +167,6 @@ class Fleet:
     def standings(self, now_s: float) -> list[tuple[Member, Standing]]:
         """Everybody, and what is made of each, for operators."""
         return standings_of(self._entries.values(), now_s)
-
-    def missing_without(self, entry: Entry) -> str:
-        """What nobody does any more since this worker drains, in words; "" = others do its work."""
-        return missing_without(entry, self._entries.values())
 
     def _there(self, role: Role) -> list[Entry]:
         partners = Partners(self.members())

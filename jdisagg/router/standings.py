@@ -9,8 +9,8 @@ from dataclasses import replace
 from jdisagg.core.fleet import Member, Standing, State
 from jdisagg.core.requests import Role
 from jdisagg.router.entry import Entry
-from jdisagg.router.missing import missing_without
 from jdisagg.router.partners import Partners, Usual
+from jdisagg.router.usable import missing_without
 
 _AT_WORK = frozenset({State.SERVING, State.SUSPECT, State.UNPAIRED})
 NO_PARTNER = "no prefill worker pairs with it (--local-prefill never)"

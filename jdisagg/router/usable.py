@@ -1,10 +1,10 @@
 """What a request asks of a worker, which workers can take it at all, and, where none can, what there is none of: clients and
-operators are told."""
+operators are told. Operators also of what there would be none of without a worker that drains."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from jdisagg.core.fleet import Member
@@ -77,6 +77,25 @@ def usable(entries: Sequence[Entry], prefill: Sequence[Entry], needs: Needs) -> 
         which = serves if len(holding) == len(there) else [*serves, f"holds {num_tokens} tokens"]
         return Usable([], f"every decode or unified worker{_that(which)} is draining ({_named(holding)})")
     return _with_prefill(staying, prefill, needs.prefill_tokens, serves)
+
+
+def missing_without(entry: Entry, entries: Iterable[Entry]) -> str:
+    """What nobody of `entries`, which are all, does any more once this one of them drains, in words; "" = others do its
+    work."""
+    draining = replace(entry, member=replace(entry.member, draining=True))
+    there = [draining if each is entry else each for each in entries]
+    prefill, weights = prefill_of(there), entry.member.card.fingerprint
+    if lacks := usable(there, prefill, ANY_REQUEST).lacks:
+        return f"nobody is left for new requests: {lacks}"
+    if entry.member.decodes or any(peer.member.card.fingerprint == weights for peer in prefill):
+        return ""
+    members = [each.member for each in there if each.member.decodes and not each.member.draining]
+    served = [member for member in members if member.card.fingerprint == weights]
+    if not served:
+        return ""
+    do_not = all(member.needs_prefill for member in served)
+    then = "decode workers of these do not, and get no new requests" if do_not else "decode workers do it themselves"
+    return f"no other of its weights computes prompts: {then}"
 
 
 def _with_prefill(staying: list[Entry], prefill: Sequence[Entry], prefill_tokens: int, serves: list[str]) -> Usable:

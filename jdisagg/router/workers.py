@@ -27,6 +27,7 @@ from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.router.entrance import Entrance
 from jdisagg.router.entry import Entry
 from jdisagg.router.fleet import Fleet
+from jdisagg.router.usable import missing_without
 from jdisagg.router.watch import FleetWatch
 from jdisagg.router.worker_news import EVICTED, REPLACED, WorkerNews
 
@@ -232,7 +233,7 @@ class Workers:
         """What it says of itself may be news. A new one may have come before those that do its work, as behind a restart of
         this router."""
         if entry.member.draining and not entry.is_drain_told:
-            self._news.drains(entry, "" if is_new or self._leaving else self.fleet.missing_without(entry))
+            self._news.drains(entry, "" if is_new or self._leaving else missing_without(entry, self.fleet.entries()))
         if self._news.readiness(entry):
             self._notify()
 

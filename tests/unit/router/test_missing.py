@@ -10,6 +10,7 @@ from jdisagg.core.fleet import State
 from jdisagg.core.requests import Role
 from jdisagg.router import standings
 from jdisagg.router.fleet import Fleet
+from jdisagg.router.usable import missing_without
 from tests.unit.router.test_late_registrations import MEMBER
 from tests.unit.wire.rig import member
 
@@ -88,5 +89,5 @@ def test_the_log_has_the_same_words_when_it_does_drain() -> None:
     fleet.link(entry, NOW_S)
     (before,) = (standing.missing_without for _, standing in fleet.standings(NOW_S))
     entry.member = replace(entry.member, draining=True)
-    assert before == fleet.missing_without(entry)
+    assert before == missing_without(entry, fleet.entries())
     assert [standing.missing_without for _, standing in fleet.standings(NOW_S)] == [""], "it does no work any more"
