@@ -12,22 +12,21 @@ Requests never cross `ModelCard.answers`: a fleet half old and half new weights 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable
 from weakref import WeakValueDictionary
 
 from jdisagg.core.bits import UNLIKE_REQUESTS, UNLIKE_TOKENS, are_unlike
 from jdisagg.core.errors import AddressTaken
-from jdisagg.core.fleet import MAX_PREFILL_PEERS, SUSPECT_S, Key, Load, Member, Report, Standing, State
+from jdisagg.core.fleet import MAX_PREFILL_PEERS, SUSPECT_S, Key, Load, Member, Report, Standing
 from jdisagg.core.requests import Role
 from jdisagg.core.speed import taken_for
 from jdisagg.router.entry import Entry, Reach, RunStream
 from jdisagg.router.longest import Longest, LongestPrompts
 from jdisagg.router.lots import lot_of, seat_of
-from jdisagg.router.partners import Partners, Usual
+from jdisagg.router.partners import Partners
 from jdisagg.router.prefixes import NOTHING_KEPT, NOWHERE, Near
 from jdisagg.router.silence import Silence
-from jdisagg.router.standings import standing_among, standings_of
+from jdisagg.router.standings import standings_of
 from jdisagg.router.usable import ANY_REQUEST, NO_WISHES, Needs, Usable, Wishes, prefill_of, usable
 from jdisagg.router.worker_cache import WorkerCache
 
@@ -107,7 +106,7 @@ class Fleet:
     def waits(self, entry: Entry, silent_s: float, now_s: float) -> bool:
         """Whether a worker whose Run stream is silent for so long is not taken for dead."""
         partners = Partners(self.members())
-        heirs = (other for other in self._entries.values() if not (other.member.draining or _is_idle(other, partners)))
+        heirs = (other for other in self._entries.values() if not (other.member.draining or is_idle(other, partners)))
         return self._silence.waits(entry, heirs, silent_s, now_s)
 
     def forgive(self, late_s: float, now_s: float) -> None:
@@ -146,32 +145,9 @@ class Fleet:
         """What the longest worker holds that computes prompts, see `LongestPrompts`. None: not known."""
         return self._longest_prompts.of(now_s)
 
-    def count(self, role: Role) -> int:
-        """Workers of a role that are there; those that decode count while they are linked, heard and ready."""
-        return len(self._there(role))
-
-    def count_draining(self, role: Role) -> int:
-        """Those of them that take no new requests, as they are about to end."""
-        return sum(entry.member.draining for entry in self._there(role))
-
-    def count_states(self, now_s: float) -> Counter[tuple[Role, State]]:
-        """How many workers of each role that have registered are in each state."""
-        partners, entries = Partners(self.members()), self._entries.values()
-        return Counter((entry.member.role, standing_among(entry, partners, now_s).state) for entry in entries)
-
-    def count_unlike(self) -> Counter[Role]:
-        """How many workers of each role compute other bits than most of their weights."""
-        usual = Usual(self.members())
-        return Counter(member.role for member in self.members() if usual.lacks(member))
-
     def standings(self, now_s: float) -> list[tuple[Member, Standing]]:
         """Everybody, and what is made of each, for operators."""
         return standings_of(self._entries.values(), now_s)
-
-    def _there(self, role: Role) -> list[Entry]:
-        partners = Partners(self.members())
-        entries = [entry for entry in self._entries.values() if entry.member.role is role]
-        return [entry for entry in entries if not entry.member.decodes or (entry.serves and not _is_idle(entry, partners))]
 
     def choose(self, answers: str | None, now_s: float, needs: Needs = ANY_REQUEST, wishes: Wishes = NO_WISHES) -> Entry | None:
         """The worker for the next request of those `answers` (None = any), of those that are `usable`: one that holds the
@@ -267,6 +243,6 @@ class Fleet:
         entry.suspect_until_s = now_s + SUSPECT_S
 
 
-def _is_idle(entry: Entry, partners: Partners) -> bool:
+def is_idle(entry: Entry, partners: Partners) -> bool:
     """It gets no requests, by its own word or since it has nobody to compute prompts."""
     return bool(entry.member.not_ready) or partners.leave_idle(entry.member)

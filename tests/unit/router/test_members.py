@@ -12,6 +12,7 @@ from jdisagg.core.requests import Role
 from jdisagg.router import workers
 from jdisagg.router.entry import Entry
 from jdisagg.router.fleet import Fleet
+from jdisagg.router.fleet_gauges import count_draining, count_there
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.test_late_registrations import MEMBER
 from tests.unit.wire.rig import IMPATIENT, member, run_quiet, until
@@ -93,18 +94,18 @@ def test_workers_that_decode_count_while_they_are_connected_and_heard_and_others
     _, d0, d1, d2 = fleet.entries()
 
     def counts() -> list[int]:
-        return [fleet.count(role) for role in (Role.PREFILL, Role.DECODE, Role.UNIFIED)]
+        return [count_there(fleet, role) for role in (Role.PREFILL, Role.DECODE, Role.UNIFIED)]
 
     assert counts() == [1, 0, 0]
     for entry in (d0, d1, d2):
         fleet.link(entry, 10.0)
     assert counts() == [1, 2, 1]
-    assert [fleet.count_draining(role) for role in (Role.PREFILL, Role.DECODE, Role.UNIFIED)] == [0, 1, 0]
+    assert [count_draining(fleet, role) for role in (Role.PREFILL, Role.DECODE, Role.UNIFIED)] == [0, 1, 0]
     assert d2.stream is not None
     d2.stream.is_awaited = True
     d1.stream = None
     assert counts() == [1, 1, 0]
-    assert fleet.count_draining(Role.DECODE) == 0
+    assert count_draining(fleet, Role.DECODE) == 0
 
 
 def test_a_router_that_slept_no_longer_than_it_meant_to_excuses_nobody() -> None:

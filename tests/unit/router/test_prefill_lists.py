@@ -11,6 +11,7 @@ from jdisagg.core.errors import Unavailable
 from jdisagg.core.fleet import Load, Report
 from jdisagg.core.requests import Role
 from jdisagg.router.fleet import Fleet
+from jdisagg.router.fleet_gauges import count_there
 from jdisagg.router.prefixes import Near
 from jdisagg.router.recovery import ReplayConfig
 from jdisagg.router.usable import ANY_REQUEST
@@ -52,7 +53,7 @@ def test_a_decode_worker_that_needs_prefill_workers_is_no_reason_to_be_ready_unt
         parts = (("numerics", "exact"),)
         other = FakeWorker((router.address,), Role.PREFILL, fingerprint="weights-2", fingerprint_parts=parts)
         await other.start()
-        await until(lambda: router.engine.workers.fleet.count(Role.PREFILL))
+        await until(lambda: count_there(router.engine.workers.fleet, Role.PREFILL))
         assert router.engine.health().reason == f"{lonely}; numerics (prefill exact, decode fast) must be the same on both"
         with pytest.raises(Unavailable, match=r"numerics \(prefill exact, decode fast\) must be the same on both; waited 0 s"):
             await collect(router, ask("r1"))

@@ -10,6 +10,7 @@ from jdisagg.core.errors import Unavailable
 from jdisagg.core.fleet import Load, Report
 from jdisagg.core.requests import Role
 from jdisagg.router.fleet import Fleet
+from jdisagg.router.fleet_gauges import count_there
 from jdisagg.router.recovery import ReplayConfig
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.rig import ask, assert_whole, collect, fleet, stop
@@ -27,7 +28,7 @@ def test_nobody_is_sent_to_a_worker_that_reaches_no_prefill_worker(caplog: pytes
         router = await Router(ReplayConfig(place_wait_s=0.2)).start()
         one, other = await fleet(*(FakeWorker((router.address,)) for _ in range(2)), router=router)
         one.not_ready = WHY
-        await until(lambda: router.engine.workers.fleet.count(Role.DECODE) == 1)
+        await until(lambda: count_there(router.engine.workers.fleet, Role.DECODE) == 1)
         for number in range(4):
             assert_whole(asked := ask(f"r{number}", 3), await collect(router, asked))
         assert (len(one.engine.seen), len(other.engine.seen)) == (0, 4)

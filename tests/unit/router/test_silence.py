@@ -14,6 +14,7 @@ from jdisagg.core.fleet import Load, Report
 from jdisagg.core.requests import Role
 from jdisagg.router.entry import Entry, RunStream
 from jdisagg.router.fleet import Fleet
+from jdisagg.router.fleet_gauges import count_there
 from jdisagg.router.usable import Wishes
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.rig import ask, assert_whole, collect, fleet, stop
@@ -67,7 +68,7 @@ def test_all_that_fall_silent_at_once_are_waited_for_and_get_nothing_new() -> No
     assert fleet.waits(two, 1.0, 101.0)
     assert fleet.choose(None, 101.0) is None
     assert "is heard (d, d fell silent)" in fleet.usable(None).lacks
-    assert fleet.count(Role.DECODE) == 0
+    assert count_there(fleet, Role.DECODE) == 0
     assert fleet.waits(one, 9.9, 109.9)
     assert not fleet.waits(one, 10.0, 110.0), "its worker has forgotten our requests"
 

@@ -15,6 +15,7 @@ from jdisagg.core.requests import Role
 from jdisagg.router import fleet_gauges
 from jdisagg.router.entry import Entry, RunStream
 from jdisagg.router.fleet import Fleet
+from jdisagg.router.fleet_gauges import count_states, count_there
 from jdisagg.router.partners import Partners
 from jdisagg.router.standings import NO_PARTNER, standing_among
 from jdisagg.router.worker_news import WorkerNews
@@ -101,8 +102,8 @@ def test_a_decode_worker_that_never_computes_prompts_is_ready_where_a_prefill_wo
     state, why = (State.SERVING, "") if is_ready else (State.NOT_READY, NO_PARTNER)
     found = dict(fleet.standings(NOW_S))[needy]
     assert (found.state, found.why, found.requests) == (state, why, 0)
-    assert fleet.count(Role.DECODE) == is_ready
-    assert fleet.count_states(NOW_S)[Role.DECODE, State.NOT_READY] == (not is_ready)
+    assert count_there(fleet, Role.DECODE) == is_ready
+    assert count_states(fleet, NOW_S)[Role.DECODE, State.NOT_READY] == (not is_ready)
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
@@ -120,11 +121,11 @@ def test_a_worker_with_other_weights_than_all_on_the_other_side_is_unpaired_and_
     prefill, decode = ("bb", "aa") if role is Role.PREFILL else ("aa", "bb")
     assert found["odd:1"].state is State.UNPAIRED
     assert found["odd:1"].why.endswith(f": weights.layers (prefill {prefill}, decode {decode}) must be the same on both")
-    assert fleet.count_states(NOW_S)[role, State.UNPAIRED] == fleet.count_states(NOW_S)[role, State.SERVING] == 1
+    assert count_states(fleet, NOW_S)[role, State.UNPAIRED] == count_states(fleet, NOW_S)[role, State.SERVING] == 1
     entry = fleet.at("odd:1")
     assert entry is not None
     if role is Role.DECODE:
-        assert fleet.count(role) == 2, "a word for operators: it serves"
+        assert count_there(fleet, role) == 2, "a word for operators: it serves"
         assert fleet.choose("bb", NOW_S) is entry
 
 
@@ -140,7 +141,7 @@ def test_a_prefill_worker_is_not_unpaired_where_there_is_no_decode_worker_at_all
     fleet.register(made(Role.PREFILL, "p:1", "aa"), NOW_S)
     for role in others:
         fleet.register(made(role, "o:1", "bb"), NOW_S)
-    assert fleet.count_states(NOW_S)[Role.PREFILL, State.SERVING] == 1 + (others == (Role.PREFILL,))
+    assert count_states(fleet, NOW_S)[Role.PREFILL, State.SERVING] == 1 + (others == (Role.PREFILL,))
 
 
 def test_a_scrape_finds_each_worker_in_one_state_whenever_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from jdisagg.core.bits import UNLIKE_REQUESTS, UNLIKE_TOKENS
 from jdisagg.core.fleet import Member, State
 from jdisagg.core.requests import Output, Role
 from jdisagg.router.fleet import Fleet
+from jdisagg.router.fleet_gauges import count_unlike
 from jdisagg.router.flight import Flight
 from jdisagg.router.partners import Usual
 from jdisagg.router.prefixes import NOWHERE, Kept, Near
@@ -101,13 +102,13 @@ def test_fleet_list_says_so_of_one_that_serves_and_the_metric_counts_it() -> Non
         assert (found[address].state, found[address].why, found[address].requests) == (State.SERVING, "", 0)
     assert found["h:3"].state is State.SERVING
     assert found["h:3"].why.startswith(f"bits {B}, where 2 workers of its weights compute {A}: a stream that moves")
-    assert fleet.count_unlike() == {Role.DECODE: 1}
+    assert count_unlike(fleet) == {Role.DECODE: 1}
     odd = fleet.at("h:3")
     assert odd is not None
     odd.suspect_until_s = NOW_S + 1.0
     assert [standing.why[:5] for _, standing in fleet.standings(NOW_S)] == ["", "", "bits "], "whatever else is the matter"
     odd.member = replace(odd.member, draining=True)
-    assert not fleet.count_unlike(), "it is about to go"
+    assert not count_unlike(fleet), "it is about to go"
     assert [standing.why for _, standing in fleet.standings(NOW_S)] == [""] * 3
 
 

@@ -13,6 +13,7 @@ from jdisagg.core.fleet import Load, Report
 from jdisagg.core.requests import EngineRequest, FinishReason, Role, SamplingParams
 from jdisagg.router import longest
 from jdisagg.router.fleet import Fleet
+from jdisagg.router.fleet_gauges import count_draining
 from jdisagg.router.longest import AWAY_S
 from jdisagg.router.recovery import ReplayConfig
 from tests.unit.router.fakes import FakeWorker, Router, expected
@@ -76,7 +77,7 @@ def test_a_request_waits_for_a_prefill_worker_that_holds_it_rather_than_be_refus
         fleet = router.engine.workers.fleet
         await until(lambda: router.linked() == 1 and len(fleet.members()) == 3)
         long.draining = True
-        await until(lambda: fleet.count_draining(Role.PREFILL) == 1)
+        await until(lambda: count_draining(fleet, Role.PREFILL) == 1)
         await long.die()
         with pytest.raises(Unavailable, match=r"no prefill worker holds 4 tokens \(at most 3; --local-prefill never\); waited"):
             await collect(router, ask("r1", max_tokens=80))
