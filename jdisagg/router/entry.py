@@ -26,7 +26,6 @@ class Reach:
 
     had_stream: bool = False  # one stood, or stands
     retry_at_s: float = 0.0  # no new one is tried before
-    is_refusal_told: bool = False  # it does not take our API key: said once
     misses: int = 0  # attempts in a row that failed
     why_not: str = ""  # what its operator should know
 

@@ -50,10 +50,10 @@ class WorkerNews:
     def not_linked(self, entry: Entry, reason: str) -> None:
         """There is no stream to a worker that registered, which has nothing to complain of itself: said when it refuses our API
         key, or after several attempts, of which this one is told, too."""
-        if reason.startswith(grpc.StatusCode.UNAUTHENTICATED.name):
-            entry.reach.why_not = reason
-            if not entry.reach.is_refusal_told:
-                entry.reach.is_refusal_told = True
+        refusal = grpc.StatusCode.UNAUTHENTICATED.name
+        if reason.startswith(refusal):
+            before, entry.reach.why_not = entry.reach.why_not, reason
+            if not before.startswith(refusal):
                 log.error("%s worker %s refuses this router: %s", *_who(entry), reason)
         elif entry.reach.misses == MANY_MISSES:
             entry.reach.why_not = reason
