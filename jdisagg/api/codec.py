@@ -179,14 +179,9 @@ def _decode_grammar(message: common_pb2.Grammar) -> Grammar:
     return Grammar(kind, message.text)
 
 
-def decode_sampling(message: common_pb2.SamplingParams) -> SamplingParams:
-    """Absent fields take the dataclass's defaults. Raises InvalidRequest for a grammar of an unknown kind."""
-    return SamplingParams(**given_sampling(message))
-
-
 def given_sampling(message: common_pb2.SamplingParams) -> dict[str, Any]:
     """Fields of SamplingParams by name, optional ones that are absent left out; `logit_bias` comes out sorted by token id.
-    Raises as `decode_sampling`."""
+    Raises InvalidRequest for a grammar of an unknown kind."""
     names = [name for name, is_optional in _IS_OPTIONAL.items() if not is_optional or message.HasField(name)]
     given: dict[str, Any] = {name: getattr(message, name) for name in names}
     given["logit_bias"] = tuple(sorted(message.logit_bias.items()))
@@ -214,7 +209,7 @@ def decode_request(message: common_pb2.EngineRequest, now_s: float) -> EngineReq
     return decode_fields(
         message,
         EngineRequest,
-        sampling=decode_sampling(message.sampling),
+        sampling=SamplingParams(**given_sampling(message.sampling)),
         deadline_s=now_s + min(message.deadline_ms / 1000, _MAX_DEADLINE_S),
         traceparent=read_traceparent(message.traceparent),
         num_asked=max(1, message.num_asked),
@@ -237,11 +232,6 @@ def encode_logprob(logprob: TokenLogprob | None) -> common_pb2.TokenLogprob:
 
 def _decode_logprob(message: common_pb2.TokenLogprob) -> TokenLogprob:
     return TokenLogprob(message.token_id, message.logprob, tuple([(top.token_id, top.logprob) for top in message.top]))
-
-
-def encode_provenance(provenance: Provenance) -> common_pb2.Provenance:
-    """All of it."""
-    return encode_fields(provenance, common_pb2.Provenance)
 
 
 def _decode_provenance(message: common_pb2.Provenance) -> Provenance:
@@ -267,7 +257,7 @@ def encode_output(output: Output) -> common_pb2.Output:
         stop_token_id=output.stop_token_id,
         error=None if output.error is None else encode_error(output.error),
         cached_tokens=output.cached_tokens,
-        provenance=None if output.provenance is None else encode_provenance(output.provenance),
+        provenance=None if output.provenance is None else encode_fields(output.provenance, common_pb2.Provenance),
     )
 
 

@@ -12,7 +12,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescript
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from jdisagg.api.codec import decode_error, decode_output, decode_request, decode_sampling
+from jdisagg.api.codec import decode_error, decode_output, decode_request, given_sampling
 from jdisagg.api.fleet.codec import decode_load, decode_member
 from jdisagg.api.generation.intake import TextRequest
 from jdisagg.api.generation.service import read_generate
@@ -44,7 +44,7 @@ _CHOSEN: dict[str, Any] = {
 
 # what today's code makes of a message
 CORE: dict[str, Callable[[Any], object]] = {
-    "SamplingParams": decode_sampling,
+    "SamplingParams": lambda m: SamplingParams(**given_sampling(m)),
     "RequestFailure": decode_error,
     "EngineRequest": lambda m: decode_request(m, NOW_S),
     "Output": decode_output,

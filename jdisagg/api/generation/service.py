@@ -15,7 +15,7 @@ from functools import partial
 import grpc.aio
 
 from jdisagg.api.channels import MAX_REQUEST_BYTES
-from jdisagg.api.codec import encode_fields, encode_finish, encode_provenance, given_sampling, refuse
+from jdisagg.api.codec import encode_fields, encode_finish, given_sampling, refuse
 from jdisagg.api.generation.choice import ChoiceResult, Delta, ScoredToken, Transcript, has_many_scores
 from jdisagg.api.generation.context_length import Prompt
 from jdisagg.api.generation.edge import Edge
@@ -159,7 +159,7 @@ def _choice(choice: ChoiceResult) -> generation_pb2.Choice:
         token_ids=choice.token_ids,
         finish=encode_finish(choice.finish),
         stop=choice.stop if isinstance(choice.stop, str) else "",
-        provenance=None if choice.provenance is None else encode_provenance(choice.provenance),
+        provenance=None if choice.provenance is None else encode_fields(choice.provenance, common_pb2.Provenance),
     )
 
 
