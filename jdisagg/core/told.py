@@ -16,7 +16,7 @@ def told(text: str, most: int = MOST_CHARACTERS) -> str:
     return printable(text if len(text) <= most else f"{text[:most]}...")
 
 
-def first_of(texts: Sequence[str], separator: str) -> str:
+def few_of(texts: Sequence[str], separator: str) -> str:
     """`texts` in one, of many the first few and how many there are besides: a large fleet fails as a whole, and every request
     that this fails tells of it."""
     rest = len(texts) - MOST_NAMED

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from jdisagg.core.fleet import MAX_PREFILL_PEERS
-from jdisagg.core.told import first_of
+from jdisagg.core.told import few_of
 
 SILENT_S = 60.0  # of a router, while others speak
 
@@ -44,4 +44,4 @@ class PrefillDirectory:
             return ""
         whys = [f"{peer}: {why.removeprefix(f'prefill peer {peer}: ')}" for peer, why in failures.items() if why]
         nobody = "none has answered yet" if self.static else "no router knows one that pairs with this worker"
-        return f"no usable prefill worker ({first_of(whys, '; ') or nobody})"
+        return f"no usable prefill worker ({few_of(whys, '; ') or nobody})"

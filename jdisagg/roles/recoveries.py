@@ -9,7 +9,7 @@ from jdisagg.core.errors import HandoffLost, RequestError, Unavailable
 from jdisagg.core.fleet import DRAINING
 from jdisagg.core.logs import Seldom
 from jdisagg.core.metrics import Metrics
-from jdisagg.core.told import first_of
+from jdisagg.core.told import few_of
 from jdisagg.handoff import actions as act
 from jdisagg.roles.ports import PeerClient
 
@@ -46,7 +46,7 @@ class Recoveries:
         self._recoveries.labels(rung=action.rung).inc()
         if not action.peer:
             if not self._num_alone:
-                known = first_of(sorted({why for why in self._peers.failures().values() if why}), "; ")
+                known = few_of(sorted({why for why in self._peers.failures().values() if why}), "; ")
                 told = (action.request_id, action.cause, f" ({known})" if known else "")
                 log.warning("request %s: %s%s; prompts are computed here until one does", *told)
             self._num_alone += 1

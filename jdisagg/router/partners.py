@@ -9,7 +9,7 @@ from jdisagg.core.bits import SAME_BY, are_unlike
 from jdisagg.core.fingerprint import Difference, difference
 from jdisagg.core.fleet import Member
 from jdisagg.core.requests import Role
-from jdisagg.core.told import first_of
+from jdisagg.core.told import few_of
 
 _SHOWN = 12  # characters of a fingerprint
 _OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
@@ -96,8 +96,8 @@ class Usual:
         alike: dict[str, list[str]] = {}
         for member in members:
             alike.setdefault(self.differs(member), []).append(f"{member.role.value} worker {member.worker}")
-        told = [f"{first_of(names, ', ')}: {differs}" for differs, names in alike.items()]
-        return f"{first_of(told, '; ')}: {_UNLIKE_THEN}"
+        told = [f"{few_of(names, ', ')}: {differs}" for differs, names in alike.items()]
+        return f"{few_of(told, '; ')}: {_UNLIKE_THEN}"
 
 
 def differing(ps: Sequence[Member], ds: Sequence[Member]) -> str:
@@ -111,7 +111,7 @@ def differing(ps: Sequence[Member], ds: Sequence[Member]) -> str:
 def named(members: Sequence[Member]) -> str:
     """They, and the weights that they have."""
     names = [f"{member.worker} (fingerprint {member.card.fingerprint[:_SHOWN]})" for member in members]
-    return f"worker{'s' if len(members) > 1 else ''} {first_of(names, ', ')}"
+    return f"worker{'s' if len(members) > 1 else ''} {few_of(names, ', ')}"
 
 
 def _told(found: Difference) -> str:

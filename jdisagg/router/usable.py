@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from jdisagg.core.fleet import Member
 from jdisagg.core.requests import GrammarKind, Role
-from jdisagg.core.told import first_of
+from jdisagg.core.told import few_of
 from jdisagg.router.entry import Entry
 from jdisagg.router.partners import differing
 from jdisagg.router.prefixes import NOWHERE, Near
@@ -126,7 +126,7 @@ def _ready(found: list[Entry], serves: list[str]) -> Usable:
     """Those that do not say that they cannot: a decode worker that never computes prompts may reach no prefill worker."""
     if ready := [entry for entry in found if not entry.member.not_ready]:
         return Usable(ready, "")
-    whys = first_of([f"{entry.member.worker}: {entry.member.not_ready}" for entry in found], "; ")
+    whys = few_of([f"{entry.member.worker}: {entry.member.not_ready}" for entry in found], "; ")
     return Usable([], f"no decode or unified worker{_that(serves)} is ready ({whys})")
 
 
@@ -144,4 +144,4 @@ def _that(verbs: list[str]) -> str:
 
 
 def _named(entries: Sequence[Entry]) -> str:
-    return first_of([entry.member.worker for entry in entries], ", ")
+    return few_of([entry.member.worker for entry in entries], ", ")

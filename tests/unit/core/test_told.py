@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jdisagg.core.told import MOST_CHARACTERS, MOST_NAMED, first_of, printable, told
+from jdisagg.core.told import MOST_CHARACTERS, MOST_NAMED, few_of, printable, told
 
 
 def test_what_is_short_and_printable_stays_as_it_is() -> None:
@@ -17,9 +17,9 @@ def test_a_long_text_is_cut() -> None:
 
 def test_of_many_the_first_few_are_named() -> None:
     few = [f"w{number}" for number in range(MOST_NAMED)]
-    assert first_of([], "; ") == ""
-    assert first_of(few, "; ") == "w0; w1; w2; w3"
-    assert first_of([*few, "w4", "w5"], ", ") == "w0, w1, w2, w3, 2 more"
+    assert few_of([], "; ") == ""
+    assert few_of(few, "; ") == "w0; w1; w2; w3"
+    assert few_of([*few, "w4", "w5"], ", ") == "w0, w1, w2, w3, 2 more"
 
 
 def test_what_a_terminal_would_obey_is_shown_as_an_escape() -> None:
