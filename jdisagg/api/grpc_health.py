@@ -14,14 +14,13 @@ from grpc_reflection.v1alpha import reflection
 
 from jdisagg.api.generation.token_engine import Health
 from jdisagg.api.status_details import end_call
-from jdisagg.api.tasks import cancel_and_wait
+from jdisagg.api.tasks import AFTER_BUG_S, cancel_and_wait
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.25
 _LONGEST_NAME = 200  # characters
 _UNKNOWN = "no such service here; reflection lists those there are"
-AFTER_BUG_S = 1.0  # what failed in this process fails again: the log says so once a second
 
 
 class HealthReporter:

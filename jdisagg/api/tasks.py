@@ -10,6 +10,7 @@ from threading import Barrier
 from typing import Any
 
 ONCE_MORE_S = 0.2
+AFTER_BUG_S = 1.0  # what failed in this process fails again: the log says so once a second
 
 
 def start_in(tasks: set[asyncio.Task[None]], coroutine: Coroutine[Any, Any, None]) -> None:

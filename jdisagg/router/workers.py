@@ -17,7 +17,7 @@ from typing import Any
 from uuid import uuid4
 
 from jdisagg.api.channels import Credentials
-from jdisagg.api.tasks import cancel_and_wait, start_in, until_set
+from jdisagg.api.tasks import AFTER_BUG_S, cancel_and_wait, start_in, until_set
 from jdisagg.api.worker.client import CLOSED, SILENT, WorkerLink
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 RECONNECT_S = 0.5
 STOOD_STILL_S = 1.0  # beyond a heartbeat: said in the log
 STEADY_S = 0.5  # a stream that stood for so long is opened again at once, should it break
-AFTER_BUG_S = 1.0  # what failed in this process fails again: the log says so once a second
 
 
 class Workers:

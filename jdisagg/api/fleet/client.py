@@ -20,7 +20,7 @@ from prometheus_client import Gauge
 from jdisagg.api.channels import INSECURE, Credentials, open_channel
 from jdisagg.api.fleet.codec import encode_member, encode_report
 from jdisagg.api.fleet.router_names import LOOK_S, LOOK_SOON_S, RouterNames
-from jdisagg.api.tasks import cancel_and_wait, start_in, until_set
+from jdisagg.api.tasks import AFTER_BUG_S, cancel_and_wait, start_in, until_set
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.fleet import WHERE_TO_LOOK, Member, Report
 from jdisagg.core.told import told
@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 
 RPC_TIMEOUT_S = 1.0
 RETRY_S = 0.25
-AFTER_BUG_S = 1.0  # what failed in this process fails again: the log says so once a second
 UNHEARD_S = 5.0  # until a router that never answered is told of: it may be starting as well
 REFUSED_S = 30.0  # a router that would not have us, and has not answered for so long, may be gone for good
 NO_ROUTER = "what answers there is none; give --router the --grpc-port of a router"
