@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from jdisagg.api.in_order import is_long
-from jdisagg.api.outbox import Outbox
 from jdisagg.api.peer.codec import UP_HEARTBEAT, encode_up
+from jdisagg.api.peer.outbox import Outbox
 from jdisagg.api.tasks import call_on
 from jdisagg.handoff.events import PeerAlive, PeerMessage, PeerOpened
 from jdisagg.handoff.messages import Done, MadeAtDecode, PrefillToDecode, StreamEnded, Up

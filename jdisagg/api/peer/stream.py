@@ -12,9 +12,9 @@ import grpc.aio
 
 from jdisagg.api.codec import error_from_rpc
 from jdisagg.api.in_order import is_long
-from jdisagg.api.outbox import Outbox
 from jdisagg.api.peer.codec import DOWN_HEARTBEAT, UpStream, encode_down
 from jdisagg.api.peer.link import HelloFailed, PeerLink
+from jdisagg.api.peer.outbox import Outbox
 from jdisagg.api.peer.shared_pulse import Listener, SharedPulse
 from jdisagg.api.pulse import QUIET_SHARE
 from jdisagg.api.tasks import cancel_and_wait

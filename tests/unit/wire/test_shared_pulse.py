@@ -16,9 +16,9 @@ import grpc.aio
 import pytest
 
 from jdisagg.api import channels
-from jdisagg.api.outbox import Outbox
 from jdisagg.api.peer import server as peer_server
 from jdisagg.api.peer.codec import DOWN_HEARTBEAT, UP_HEARTBEAT, encode_down, encode_up
+from jdisagg.api.peer.outbox import Outbox
 from jdisagg.api.peer.server import PeerServer
 from jdisagg.api.peer.shared_pulse import Listener, SharedPulse
 from jdisagg.api.tasks import cancel_and_wait
