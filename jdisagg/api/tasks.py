@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from threading import Barrier
-from typing import Any
+from typing import Any, TypeVar
+
+M = TypeVar("M")
 
 ONCE_MORE_S = 0.2
 AFTER_BUG_S = 1.0  # what failed in this process fails again: the log says so once a second
@@ -39,6 +41,16 @@ async def first_of(*tasks: asyncio.Future[Any], timeout_s: float) -> None:
     before it reads what came."""
     for wait_s in (timeout_s, ONCE_MORE_S):
         await asyncio.wait(tasks, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def first_message(messages: AsyncIterator[M], empty: M, timeout_s: float) -> M | None:
+    """The first of a stream, `empty` when it ends without one, None when it says nothing for so long."""
+    first = asyncio.ensure_future(anext(messages, empty))
+    try:
+        await first_of(first, timeout_s=timeout_s)
+        return first.result() if first.done() else None
+    finally:
+        first.cancel()
 
 
 def call_on(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: Any) -> None:

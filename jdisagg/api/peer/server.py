@@ -30,7 +30,7 @@ from jdisagg.api.peer.reply import Post, Posts, StreamReply
 from jdisagg.api.peer.shared_pulse import Listener, SharedPulse
 from jdisagg.api.peer.stream import TAKEN
 from jdisagg.api.status_details import end_call
-from jdisagg.api.tasks import cancel_and_wait, first_of
+from jdisagg.api.tasks import cancel_and_wait, first_message
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import HandoffLost, InvalidRequest, OtherProcess, RequestError, Unavailable
 from jdisagg.core.latest import remember
@@ -200,7 +200,7 @@ class PeerServer(PieceServer):
     async def _read_open(self, requests: AsyncIterator[peer_pb2.PrefillRequest]) -> tuple[Open, SharedPulse]:
         """The stream's first message, and whose life it shares. Raises RequestError when it is not a good Open for this
         process."""
-        first = await self._first(requests)
+        first = await first_message(requests, peer_pb2.PrefillRequest(), self._config.dead_after_s)
         if first is None:  # it is on its way, or D stands still: not the request's fault, and D has other rungs
             raise Unavailable(f"prefill stream: no `open` came within {self._config.dead_after_s:g} s")
         opened = decode_down(first, monotonic())
@@ -214,15 +214,6 @@ class PeerServer(PieceServer):
         pulse = self._pulses.setdefault(name, SharedPulse(self._config, name))
         pulse.heard()
         return opened, pulse
-
-    async def _first(self, requests: AsyncIterator[peer_pb2.PrefillRequest]) -> peer_pb2.PrefillRequest | None:
-        """The first message, an empty one when there is none; None when D was silent for `dead_after_s`."""
-        first = asyncio.ensure_future(anext(requests, peer_pb2.PrefillRequest()))
-        try:
-            await first_of(first, timeout_s=self._config.dead_after_s)
-            return first.result() if first.done() else None
-        finally:
-            first.cancel()
 
     async def _converse(
         self,

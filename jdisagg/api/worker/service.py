@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
 from time import monotonic
@@ -31,7 +31,7 @@ from jdisagg.api.fleet.codec import encode_load
 from jdisagg.api.in_order import InOrder
 from jdisagg.api.pulse import Pulse
 from jdisagg.api.status_details import end_call
-from jdisagg.api.tasks import call_on, cancel_and_wait
+from jdisagg.api.tasks import call_on, cancel_and_wait, first_message
 from jdisagg.api.worker.output_backlog import OutputBacklog
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import RequestError
@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 
 _LOOK_S = 0.02
 MOST_PROMPTS = 4  # of several choices, that are known while those choices come
+_NO_HEARTBEAT = "router %s: no heartbeat for %.2f s; its requests are cancelled"
 
 
 class WorkerEngine(Protocol):
@@ -112,10 +113,18 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     async def Run(self, request_iterator: AsyncIterator[worker_pb2.RunRequest], context: grpc.aio.ServicerContext) -> None:
         """Serve one router until it goes away."""
-        run = _RunStream(self._engine, asyncio.get_running_loop(), self._open, self._grammars)
         silence_s = max(self._config.lease_s, self._config.dead_after_s)
+        first = await first_message(request_iterator, worker_pb2.RunRequest(), silence_s)
+        if first is None:
+            return log.warning(_NO_HEARTBEAT, context.peer(), silence_s)
+        if first.epoch and self._epoch and first.epoch != self._epoch:
+            told = f"this is {self._worker}, and another process is meant"
+            return end_call(context, grpc.StatusCode.FAILED_PRECONDITION, told)
+        run = _RunStream(self._engine, self._grammars, router=first.router, opened=first.opened)
+        if not self._takes_over(run):
+            return None
         pulse = Pulse(heartbeat_s=self._config.heartbeat_s, dead_after_s=silence_s)
-        read = asyncio.create_task(run.read(request_iterator, pulse))
+        read = asyncio.create_task(run.read(first, request_iterator, pulse))
         write = asyncio.create_task(run.write(context))
         beat = asyncio.create_task(pulse.run(run.beat))
         self._streams.add(run)
@@ -127,8 +136,6 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 del self._runs[run.router]
             run.end()
             await cancel_and_wait(read, write, beat)
-        if run.is_meant is False:
-            end_call(context, grpc.StatusCode.FAILED_PRECONDITION, f"this is {self._worker}, and another process is meant")
         if self._engine.is_over:
             end_call(context, grpc.StatusCode.UNAVAILABLE, "its engine has stopped; see its log")
         for task in done & {read, write, beat}:
@@ -136,37 +143,30 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             if error is not None and not isinstance(error, grpc.aio.BaseError):
                 raise error  # a bug of ours: gRPC logs it, and the router hears of no end in good order
         if done == {beat}:
-            log.warning("router %s: no heartbeat for %.2f s; its requests are cancelled", context.peer(), silence_s)
+            log.warning(_NO_HEARTBEAT, context.peer(), silence_s)
+        return None
 
-    def _open(self, run: _RunStream, first: worker_pb2.RunRequest) -> None:
-        """The router of `run` has opened it, and so given up those before. It may itself be one whose first message is late."""
-        run.is_meant = not (first.epoch and self._epoch) or first.epoch == self._epoch
-        if not run.is_meant or not first.router:
-            return
-        run.router, run.opened = first.router, first.opened
+    def _takes_over(self, run: _RunStream) -> bool:
+        """The router of `run` has opened it, and so given up those before. False: it is one of these, and heard late."""
         other = self._runs.get(run.router)
-        given_up, newest = (run, other) if other is not None and 0 < run.opened < other.opened else (other, run)
-        if given_up is not None and not given_up.superseded.done():
-            given_up.superseded.set_result(None)
-        self._runs[run.router] = newest
+        if other is not None and 0 < run.opened < other.opened:
+            return False
+        if other is not None and not other.superseded.done():
+            other.superseded.set_result(None)
+        if run.router:
+            self._runs[run.router] = run
+        return True
 
 
 class _RunStream:
     """One router's requests. On the loop, where `_sink` has the engine's outputs delivered."""
 
-    def __init__(
-        self,
-        engine: WorkerEngine,
-        loop: asyncio.AbstractEventLoop,
-        on_first: Callable[[_RunStream, worker_pb2.RunRequest], None],
-        grammars: Grammars | None,
-    ) -> None:
-        self.router = ""
-        self.opened = 0  # as the router counts its streams
-        self.is_meant: bool | None = None  # whether the router means this process; None: it has not said anything yet
+    def __init__(self, engine: WorkerEngine, grammars: Grammars | None, *, router: str, opened: int) -> None:
+        self.router = router
+        self.opened = opened  # as the router counts its streams
+        loop = asyncio.get_running_loop()
         self.superseded: asyncio.Future[None] = loop.create_future()
         self._engine = engine
-        self._on_first = on_first
         self._grammars = grammars
         # by request id and attempt; its grammar is held, or being compiled, and the engine does not know the request yet
         self._live: dict[tuple[str, int], Compiled | asyncio.Task[None] | None] = {}
@@ -176,31 +176,29 @@ class _RunStream:
         self._is_writing = False  # outputs
         self._heartbeat_due = True
         self._wake = asyncio.Event()
+        self._wake.set()  # an answer at once: the router learns that we are there
         self._sink = partial(call_on, loop, self._deliver)  # one object: the engine groups a tick's outputs by sink
 
-    async def read(self, requests: AsyncIterator[worker_pb2.RunRequest], pulse: Pulse) -> None:
-        """Hand submits and cancels to the engine."""
+    async def read(self, first: worker_pb2.RunRequest, requests: AsyncIterator[worker_pb2.RunRequest], pulse: Pulse) -> None:
+        """Hand submits and cancels to the engine, those of the `first` message and of all after it."""
+        self._take(first)
         async for message in requests:
             pulse.heard()
-            if self.is_meant is None:
-                self._on_first(self, message)
-                if self.superseded.done() or not self.is_meant:
-                    return
-                self._wake.set()  # an answer at once: the router learns that we are there
-            for cancel in message.cancels:
-                self._forget((cancel.request_id, cancel.attempt))
-                self._engine.cancel(cancel.request_id, cancel.attempt, self._sink, enough=cancel.enough)
-            for submit in message.submits:
-                self._submit(submit.request)
+            self._take(message)
+
+    def _take(self, message: worker_pb2.RunRequest) -> None:
+        for cancel in message.cancels:
+            self._forget((cancel.request_id, cancel.attempt))
+            self._engine.cancel(cancel.request_id, cancel.attempt, self._sink, enough=cancel.enough)
+        for submit in message.submits:
+            self._submit(submit.request)
 
     async def write(self, context: grpc.aio.ServicerContext) -> None:
-        """Once the router has spoken, one message per wake-up with everything there is, or several; while one waits to be
-        taken, the next gathers. Ends with the engine; raises once outputs were lost on their way here."""
+        """One message per wake-up with everything there is, or several; while one waits to be taken, the next gathers. Ends
+        with the engine; raises once outputs were lost on their way here."""
         while True:
             await self._wake.wait()
             self._wake.clear()
-            if not self.is_meant:
-                continue
             if self._engine.is_over:
                 return
             self._encoded.check()
