@@ -46,13 +46,7 @@ class PeerLink:
     """One channel. Used on one event loop, under `in_use`; when the peer's process is gone, drop it and make a new one."""
 
     def __init__(
-        self,
-        peer: str,
-        identity: Identity,
-        credentials: Credentials,
-        *,
-        is_registered: bool = False,
-        dead_after_s: float = HELLO_TIMEOUT_S,
+        self, peer: str, identity: Identity, credentials: Credentials, *, is_registered: bool, dead_after_s: float
     ) -> None:
         """`is_registered`: `peer` is the address under which a worker registered, so nobody else is to answer there;
         `dead_after_s`: how long it may be silent."""
