@@ -120,12 +120,8 @@ class Fleet:
         if self._entries.get(entry.member.address) is entry:
             del self._entries[entry.member.address]
 
-    def at(self, address: str) -> Entry | None:
-        """Who is there."""
-        return self._entries.get(address)
-
     def process(self, address: str, epoch: str) -> Entry | None:
-        """The same, if it is that process and not one before or after it."""
+        """Who is there, if it is that process and not one before or after it."""
         entry = self._entries.get(address)
         return entry if entry is not None and entry.member.epoch == epoch else None
 

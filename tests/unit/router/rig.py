@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from jdisagg.core.fleet import Member
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Role, SamplingParams
+from jdisagg.router.entry import Entry
+from jdisagg.router.fleet import Fleet
 from jdisagg.router.watch import FleetWatch
 from tests.unit.router.fakes import FakeWorker, Router, expected
 from tests.unit.wire.rig import request, until
@@ -31,6 +33,12 @@ def assert_whole(asked: EngineRequest, outputs: list[Output]) -> None:
     assert tokens(outputs) == expected(asked)
     assert [output.finish for output in outputs if output.finish] == [FinishReason.LENGTH]
     assert {output.attempt for output in outputs} == {asked.attempt}
+
+
+def entry_at(fleet: Fleet, address: str) -> Entry:
+    """Of the worker there."""
+    (entry,) = (entry for entry in fleet.entries() if entry.member.address == address)
+    return entry
 
 
 def look(watch: FleetWatch, members: Sequence[Member], now_s: float) -> str | None:

@@ -10,7 +10,7 @@ import pytest
 
 from jdisagg.core.requests import Role
 from tests.unit.router.fakes import FakeWorker, Router
-from tests.unit.router.rig import ask, assert_whole, collect, fleet, stop
+from tests.unit.router.rig import ask, assert_whole, collect, entry_at, fleet, stop
 from tests.unit.wire.rig import FAST, IMPATIENT, run_quiet, until
 
 
@@ -172,13 +172,12 @@ def test_a_prefill_worker_that_drained_has_left_though_prompts_wait_that_named_i
         (decode,) = await fleet(FakeWorker((router.address,)), router=router)
         decode.engine.frozen = True
         answer = asyncio.create_task(collect(router, asked := ask("r1")))
-        entry = router.engine.workers.fleet.at(prefill.address)
-        assert entry is not None
+        entry = entry_at(router.engine.workers.fleet, prefill.address)
         await until(lambda: entry.pending)
         prefill.draining = True
         await prefill.announce()
         await prefill.die()
-        await until(lambda: router.engine.workers.fleet.at(prefill.address) is None)
+        await until(lambda: entry not in router.engine.workers.fleet.entries())
         wanted = f"prefill worker {entry.member.worker} has left"
         assert levels(caplog, "jdisagg.router.worker_news", wanted) == ["INFO"]
         assert router.metrics.fleet.lost.labels(reason="evicted")._value.get() == 0

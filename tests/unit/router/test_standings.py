@@ -20,7 +20,7 @@ from jdisagg.router.partners import Partners
 from jdisagg.router.standings import NO_PARTNER, standing_among
 from jdisagg.router.worker_news import WorkerNews
 from tests.unit.router.fakes import FakeWorker, Router
-from tests.unit.router.rig import stop
+from tests.unit.router.rig import entry_at, stop
 from tests.unit.router.test_late_registrations import MEMBER
 from tests.unit.wire.rig import member, run_quiet, until
 
@@ -122,8 +122,7 @@ def test_a_worker_with_other_weights_than_all_on_the_other_side_is_unpaired_and_
     assert found["odd:1"].state is State.UNPAIRED
     assert found["odd:1"].why.endswith(f": weights.layers (prefill {prefill}, decode {decode}) must be the same on both")
     assert count_states(fleet, NOW_S)[role, State.UNPAIRED] == count_states(fleet, NOW_S)[role, State.SERVING] == 1
-    entry = fleet.at("odd:1")
-    assert entry is not None
+    entry = entry_at(fleet, "odd:1")
     if role is Role.DECODE:
         assert count_there(fleet, role) == 2, "a word for operators: it serves"
         assert fleet.choose("bb", NOW_S) is entry

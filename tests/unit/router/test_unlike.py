@@ -18,7 +18,7 @@ from jdisagg.router.prefixes import NOWHERE, Kept, Near
 from jdisagg.router.usable import ANY_REQUEST, Wishes
 from jdisagg.router.watch import SETTLE_S, FleetWatch
 from tests.unit.router.fakes import FakeWorker, Router
-from tests.unit.router.rig import ask, assert_whole, collect, fleet, look, stop, tokens
+from tests.unit.router.rig import ask, assert_whole, collect, entry_at, fleet, look, stop, tokens
 from tests.unit.router.test_idle_fleet import idle_fleet
 from tests.unit.router.test_late_registrations import MEMBER
 from tests.unit.wire.rig import member, request, run_quiet, until
@@ -103,8 +103,7 @@ def test_fleet_list_says_so_of_one_that_serves_and_the_metric_counts_it() -> Non
     assert found["h:3"].state is State.SERVING
     assert found["h:3"].why.startswith(f"bits {B}, where 2 workers of its weights compute {A}: a stream that moves")
     assert count_unlike(fleet) == {Role.DECODE: 1}
-    odd = fleet.at("h:3")
-    assert odd is not None
+    odd = entry_at(fleet, "h:3")
     odd.suspect_until_s = NOW_S + 1.0
     assert [standing.why[:5] for _, standing in fleet.standings(NOW_S)] == ["", "", "bits "], "whatever else is the matter"
     odd.member = replace(odd.member, draining=True)
@@ -117,8 +116,7 @@ def test_a_prompt_is_computed_by_who_has_the_bits_of_its_decode_worker_until_too
     like = fleet.entries()[0].member
     for name, bits in (("p1", A), ("p2", B), ("p3", "")):
         fleet.register(replace(member(like, role=Role.PREFILL, address=name, epoch=name), bits=bits), NOW_S)
-    p1 = fleet.at("p1")
-    assert p1 is not None
+    p1 = entry_at(fleet, "p1")
     p1.pending_tokens = 1000
 
     def asked(bits: str) -> list[str]:
@@ -143,8 +141,7 @@ def test_a_prompt_that_one_of_other_bits_has_cached_is_computed_anew_by_one_of_t
     like = fleet.entries()[0].member
     for name, bits in (("p1", A), ("p2", B)):
         fleet.register(replace(member(like, role=Role.PREFILL, address=name, epoch=name), bits=bits), NOW_S)
-    p2 = fleet.at("p2")
-    assert p2 is not None
+    p2 = entry_at(fleet, "p2")
     near = Near(prefills={p2.key: Kept(9000)})
 
     def first(bits: str) -> str:
@@ -240,8 +237,7 @@ def test_a_stream_whose_worker_dies_goes_on_where_its_bits_are_computed_though_t
         for worker in (like, odd):
             await worker.start()
         await until(lambda: router.linked() == 3)
-        like_entry = router.engine.workers.fleet.at(like.address)
-        assert like_entry is not None
+        like_entry = entry_at(router.engine.workers.fleet, like.address)
         like_entry.pending += UNLIKE_REQUESTS - 1
         await first.die()
         assert_whole(asked, await task)

@@ -14,6 +14,7 @@ from jdisagg.router.fleet import Fleet
 from jdisagg.router.placement import beginning
 from jdisagg.router.prefixes import NOWHERE, Kept, Near
 from jdisagg.router.usable import Needs
+from tests.unit.router.rig import entry_at
 from tests.unit.router.test_busy_workers import prefill_fleet
 from tests.unit.router.test_late_registrations import MEMBER
 
@@ -98,8 +99,7 @@ def test_a_decode_worker_hears_of_a_slow_one_last() -> None:
 
 
 def listed(fleet: Fleet, decode: Member) -> tuple[str, ...]:
-    entry = fleet.at(decode.address)
-    assert entry is not None
+    entry = entry_at(fleet, decode.address)
     found = fleet.prefill_for(entry)
     assert found is not None
     return found

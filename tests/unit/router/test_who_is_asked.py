@@ -14,6 +14,7 @@ from jdisagg.router.entry import Entry
 from jdisagg.router.fleet import Fleet
 from jdisagg.router.prefixes import NOWHERE, Near
 from jdisagg.router.usable import Needs, Wishes
+from tests.unit.router.rig import entry_at
 from tests.unit.router.test_idle_fleet import idle_fleet
 from tests.unit.wire.rig import member
 
@@ -191,6 +192,5 @@ def test_a_decode_worker_is_told_of_so_many_prefill_workers_that_hold_the_prompt
     assert named_worker.member.address == "p4"
     assert fleet.prefill_named("decode @ d1") is None, "it does not prefill"
     assert fleet.prefill_for(named_worker) is None
-    decode = fleet.at("d1")
-    assert decode is not None
+    decode = entry_at(fleet, "d1")
     assert len(fleet.prefill_for(decode) or ()) == MAX_PREFILL_PEERS + 1, "all that do not drain"
