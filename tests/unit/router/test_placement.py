@@ -51,7 +51,7 @@ def test_choices_of_one_request_go_to_one_worker_and_others_to_the_less_busy():
         seen = [{request.request_id[0] for request in worker.engine.seen} for worker in workers]
         assert sum("r" in letters for letters in seen) == 1
         assert sum("s" in letters for letters in seen) >= 2
-        assert not router.engine._placement._homes._homes
+        assert not router.engine._placement._homes
         await stop(router, *workers)
 
     run_quiet(body())

@@ -24,7 +24,7 @@ def test_a_request_that_cannot_begin_leaves_nothing_behind():
         with pytest.raises(OverflowError):
             await collect(router, request("r1", prompt=(2**63,) * BLOCK_TOKENS, fork_group="r"))
         assert not (await router.engine.debug_state())["flights"]
-        assert not router.engine._placement._homes._homes, "a group of siblings lives"
+        assert not router.engine._placement._homes, "a group of siblings lives"
         await stop(router)
 
     run_quiet(body())

@@ -17,7 +17,7 @@ from jdisagg.router.fleet_gauges import count_draining
 from jdisagg.router.longest import AWAY_S
 from jdisagg.router.recovery import ReplayConfig
 from tests.unit.router.fakes import FakeWorker, Router, expected
-from tests.unit.router.rig import collect
+from tests.unit.router.rig import collect, entry_at
 from tests.unit.wire.rig import FAST, member, request, run_quiet, until
 
 STEADY = replace(FAST, dead_after_s=30.0)  # no error says that a worker fell silent, where this process is starved
@@ -132,11 +132,9 @@ def test_how_long_prompts_may_be_is_known_after_a_minute_and_forgotten_a_minute_
     found.evict(10.0)
     assert found.most_prefill_tokens(10.0 + AWAY_S - 0.1) is None
     assert found.most_prefill_tokens(10.0 + AWAY_S) == 90
-    long = found.at("h:90")
-    assert long is not None
+    long = entry_at(found, "h:90")
     found.remove(long)
-    short = found.at("h:50")
-    assert short is not None
+    short = entry_at(found, "h:50")
     for after_s, most in ((0.9, 90), (AWAY_S - 0.1, 90), (AWAY_S, 50)):
         short.last_seen_s = 10.0 + after_s
         found.evict(10.0 + after_s)

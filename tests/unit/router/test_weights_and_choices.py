@@ -88,7 +88,7 @@ def test_a_choice_that_has_said_nothing_moves_to_the_weights_its_siblings_speak(
         assert_whole(second, outputs[second.request_id])
         assert [seen.request_id for seen in new.engine.seen] == [first.request_id, second.request_id]
         assert new.engine.seen[-1].generated_token_ids == ()
-        assert not router.engine._placement._homes._homes
+        assert not router.engine._placement._homes
         await stop(router, old, new)
 
     run_quiet(body())
