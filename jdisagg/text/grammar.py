@@ -11,10 +11,9 @@ A matcher's state follows from grammar and tokens alone: whoever goes on with a 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -28,7 +27,7 @@ from jdisagg.core.requests import Grammar, GrammarKind
 from jdisagg.core.told import told
 from jdisagg.text.bad_words import BadWords, TokenTexts, WordsMatcher, read_texts
 from jdisagg.text.grammar_tokenizer import read_tokenizer
-from jdisagg.text.schema_annotations import readable_text
+from jdisagg.text.schema_annotations import readable, readable_text
 
 log = logging.getLogger(__name__)
 
@@ -66,23 +65,22 @@ _LIMITS = {
     GrammarKind.LARK: _limits(500),  # 20 ms, or as above, which 2,000 make 250
 }
 
-# Blanks of JSON in a row: lines of a deep structure have as many, and no model fills its answer with them.
-_BLANKS = r"[ \n\r\t]{1,80}"
+_DEFAULTS: dict[str, Any] = {  # unless the "x-guidance" of a schema says otherwise
+    "whitespace_pattern": r"[ \n\r\t]{1,80}",  # in a row: a deep structure's lines have as many, and no model fills its answer
+    "coerce_one_of": True,  # a `oneOf` whose branches may overlap is read as `anyOf`
+}
 
 
 def read_schema(text: str) -> str:
-    """A schema in the library's own form. Unless its "x-guidance" says otherwise, a `oneOf` whose branches may overlap is read
-    as `anyOf`."""
-    return llguidance.LLMatcher.grammar_from_json_schema(
-        readable_text(text), defaults={"whitespace_pattern": _BLANKS, "coerce_one_of": True}
-    )
+    """A schema in the library's own form."""
+    return llguidance.LLMatcher.grammar_from_json_schema(readable_text(text), defaults=_DEFAULTS)
 
 
-def schema_in_lark(text: str) -> dict[str, Any]:
-    """A schema, an object, as `read_schema` reads it, for a grammar in Lark that has it among others."""
-    schema = json.loads(readable_text(text))
-    defaults, own = {"whitespace_pattern": _BLANKS, "coerce_one_of": True}, schema.get("x-guidance", {})
-    return schema | {"x-guidance": defaults | own} if isinstance(own, dict) else schema  # anything else the library refuses
+def schema_in_lark(schema: dict[str, Any], looks_left: Iterator[int] | None = None) -> dict[str, Any]:
+    """As `read_schema` reads it, for a grammar in Lark that has it among others. `looks_left`: as in `readable`."""
+    read = readable(schema, looks_left)
+    own = read.get("x-guidance", {})
+    return read | {"x-guidance": _DEFAULTS | own} if isinstance(own, dict) else read  # anything else the library refuses
 
 
 _READERS = {

@@ -17,7 +17,7 @@ from jdisagg.api.http.grammars import GRAMMAR, RESPONSE_FORMAT, schema_text
 from jdisagg.api.http.tools import ForcedCall, read_forced, read_parameters
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import Grammar, GrammarKind, SamplingParams
-from jdisagg.text.schema_annotations import readable
+from jdisagg.text.grammar import schema_in_lark
 from jdisagg.text.schema_comments import uncommented
 from jdisagg.text.schema_tags import looks
 
@@ -56,7 +56,7 @@ def _grammar(body: Body, forced: ForcedCall, *, in_parallel: bool) -> Grammar:
     left = looks()  # for all of them: each alone may take 20 ms
     for number, (name, schema) in enumerate(schemas.items()):
         head = json.dumps(call_head(name))
-        root = schema_text("tools", _as_root(readable(schema, left)))
+        root = schema_text("tools", schema_in_lark(schema, left))
         lines += [f'call_{number}: {head} arguments_{number} "}}"', f"arguments_{number}: %json {root}"]
     return Grammar(GrammarKind.LARK, "\n".join(lines))
 
@@ -87,9 +87,3 @@ def _schema(where: str, parameters: Any) -> dict[str, Any]:
     if schema["type"] != "object":
         raise InvalidRequest(f"{where}: must be the schema of an object, whose type is object", field="tools")
     return schema
-
-
-def _as_root(schema: dict[str, Any]) -> dict[str, Any]:
-    """As each is in a grammar of several, where those defaults do not count that `read_schema` gives to others."""
-    own = schema.get("x-guidance", {})
-    return schema | {"x-guidance": {"coerce_one_of": True} | own} if isinstance(own, dict) else schema

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 from jdisagg.api.generation.edge import Edge
@@ -24,7 +25,7 @@ def with_free_calls(sampling: SamplingParams, body: Body, edge: Edge) -> Samplin
         return sampling
     names = list(dict.fromkeys(function.name for function in read_functions(body)))
     schema_text("tools: their names", {"enum": names}, "tools")
-    schema = schema_text(RESPONSE_FORMAT, schema_in_lark(answer.text))
+    schema = schema_text(RESPONSE_FORMAT, schema_in_lark(json.loads(answer.text)))
     in_parallel = body.boolean("parallel_tool_calls", True)
     text = answer_or_calls(schema, call_format, names, edge.tokenizer.token_id, in_parallel=in_parallel)
     if (num_bytes := len(text.encode())) > MAX_GRAMMAR_BYTES:

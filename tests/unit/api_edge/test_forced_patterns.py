@@ -41,7 +41,7 @@ def test_a_pattern_of_a_forced_call_keeps_out_the_quotes_that_it_excludes(choice
 
 @pytest.mark.parametrize("choice", [NAMED, "required"])
 def test_parameters_that_are_too_long_are_not_looked_into(choice: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forced_calls, "readable", None)
+    monkeypatch.setattr(forced_calls, "schema_in_lark", None)
     with pytest.raises(
         InvalidRequest, match=f"^tools: .*at most {MAX_GRAMMAR_BYTES} bytes beside titles, .*; shorten it"
     ) as refused:
@@ -52,7 +52,7 @@ def test_parameters_that_are_too_long_are_not_looked_into(choice: Any, monkeypat
 def test_of_all_functions_parameters_may_have_as_much_together(monkeypatch: pytest.MonkeyPatch) -> None:
     half = {"type": "object", "x-of": "d" * (MAX_GRAMMAR_BYTES // 2)}
     assert len(json.loads(forced(NAMED, half, half).text)["x-of"]) == MAX_GRAMMAR_BYTES // 2
-    monkeypatch.setattr(forced_calls, "readable", None)
+    monkeypatch.setattr(forced_calls, "schema_in_lark", None)
     with pytest.raises(InvalidRequest, match=r"^tools: their parameters"):
         forced("required", half, half)
 
@@ -92,3 +92,11 @@ def test_null_is_the_value_of_no_keyword_of_parameters(choice: Any, parameters: 
     grammar = forced(choice, parameters)
     head = "" if choice == NAMED else '[{"name":"f","parameters":'
     assert not advanced(demo_grammars(), grammar, demo_tokenizer().encode(head + "{}", add_special_tokens=False)).error
+
+
+@pytest.mark.parametrize(("choice", "head"), [(NAMED, ""), ("required", '[{"name":"f","parameters":')])
+def test_no_more_blanks_come_in_a_row_than_in_any_other_schema(choice: Any, head: str) -> None:
+    grammar, tokenizer = forced(choice, QUOTED), demo_tokenizer()
+    for num_blanks, error in ((80, False), (81, True)):
+        token_ids = tokenizer.encode(f"{head}{{{' ' * num_blanks}", add_special_tokens=False)
+        assert bool(advanced(demo_grammars(), grammar, token_ids).error) is error, num_blanks

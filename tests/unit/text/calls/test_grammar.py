@@ -118,7 +118,7 @@ def grammars(tokenizer: Tokenizer) -> Grammars:
 
 
 def grammar_of(tokenizer: Tokenizer, name: str, schema: Any = SCHEMA, *, in_parallel: bool = True) -> str:
-    answer = json.dumps(schema_in_lark(json.dumps(schema)))
+    answer = json.dumps(schema_in_lark(schema))
     return answer_or_calls(answer, FORMATS[name], NAMES, tokenizer.token_id, in_parallel=in_parallel)
 
 
