@@ -54,12 +54,12 @@ class Body:
         self._known.add(name)
         return self._fields.get(name)
 
-    def refuse_misspelt(self) -> None:
-        """When everything was read: raises InvalidRequest for a field that nobody asked for and that looks like one. Of many
-        unknown ones the first few are looked at."""
+    def refuse_misspelt(self, *others: str) -> None:
+        """When everything was read: raises InvalidRequest for a field that nobody asked for and that looks like one, but is
+        none of `others`. Of many unknown ones the first few are looked at."""
         given = (name for name, value in self._fields.items() if value is not None)
-        others = self._known | _OF_OTHERS
-        unknown = (name for name in given if name not in others and len(name) <= _MAX_NAME)
+        spelt_right = self._known | _OF_OTHERS | {*others}
+        unknown = (name for name in given if name not in spelt_right and len(name) <= _MAX_NAME)
         for name in islice(unknown, _MAX_COMPARED):
             if near := get_close_matches(name, self._known, n=1, cutoff=_NEAR):
                 found = f"{self.where}{name}"

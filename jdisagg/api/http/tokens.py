@@ -23,6 +23,7 @@ from jdisagg.core.errors import InvalidRequest
 MAX_CHARACTERS = 2**20  # of one text: a million takes the tokenizer seconds
 MAX_TOKENS = 2**20
 _STRINGS_WEIGHT = 4  # of a text whose tokens are shown as strings: those take three times as long as its tokens
+_OF_CHATS = ("parallel_tool_calls", "return_token_ids", "top_logprobs")  # that look like what is read of them here
 
 
 class TokenEndpoints:
@@ -53,6 +54,7 @@ class TokenEndpoints:
             raise InvalidRequest(f"prompt: at most {MAX_CHARACTERS} characters; got {len(text)}, split them", field="prompt")
         max_model_len = self._edge.card.max_model_len  # a router's is not for threads
         with_strings = body.boolean("return_token_strs")
+        body.refuse_misspelt(*_OF_CHATS)
         work = partial(self._tokens_of, text, special, with_strings, max_model_len)
         return await self._answer(request, work, len(text) * (_STRINGS_WEIGHT if with_strings else 1))
 
@@ -83,6 +85,7 @@ class TokenEndpoints:
         if len(token_ids) > MAX_TOKENS:
             raise InvalidRequest(f"tokens: at most {MAX_TOKENS} ids; got {len(token_ids)}, split them", field="tokens")
         check_token_ids(token_ids, self._edge.card.vocab_size, "tokens")
+        body.refuse_misspelt()
         decode = partial(self._edge.tokenizer.decode, token_ids, skip_special_tokens=False)
         return await self._answer(request, lambda: {"prompt": decode()}, len(token_ids))
 
