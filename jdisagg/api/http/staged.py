@@ -50,5 +50,5 @@ def _answer(path: str) -> Response:
     if path == "/version":
         return JSONResponse({"version": package_version()})
     if path == "/ready":
-        return JSONResponse({"status": "not ready", "reason": REASON}, status_code=503)
+        return JSONResponse({"status": "not ready", "reason": REASON}, status_code=503, headers={"retry-after": "1"})
     return error_response(Unavailable(f"{REASON}; ask again when /ready answers 200"))

@@ -29,6 +29,7 @@ def test_probes_are_answered_before_there_is_an_application_and_everything_else_
             assert (await client.get("/version")).json() == {"version": package_version()}
             ready = await client.get("/ready")
             assert (ready.status_code, ready.json()) == (503, {"status": "not ready", "reason": REASON})
+            assert ready.headers["retry-after"] == "1"
             for asked in (client.get("/metrics"), client.post("/v1/completions", json={"prompt": "x"})):
                 answer = await asked
                 assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
