@@ -9,7 +9,7 @@ from typing import Any
 
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.http.body import Body
-from jdisagg.api.http.forced_calls import call_head
+from jdisagg.api.http.call_grammars import call_head
 from jdisagg.api.http.shapes import call_part, whole_calls
 from jdisagg.api.http.tools import may_call, read_forced, read_functions
 from jdisagg.core.metrics import CALLED, CUT, FORCED, TEXT, UNREAD

@@ -17,10 +17,9 @@ from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import Job, TextRequest
 from jdisagg.api.http.answer_json import LONG_IDS, PlainChunks, long_event, whole_response
 from jdisagg.api.http.body import Body, read_body
+from jdisagg.api.http.call_grammars import with_forced, with_free_calls
 from jdisagg.api.http.calls import MessageReader, TextReader, read_offer, reader_of
 from jdisagg.api.http.connection import Event, open_stream, while_connected
-from jdisagg.api.http.forced_calls import with_forced
-from jdisagg.api.http.free_calls import with_free_calls
 from jdisagg.api.http.messages import render_prompt
 from jdisagg.api.http.parameters import LENGTH, ResponseOptions, admit, read_options, read_request, read_sampling, read_timeout
 from jdisagg.api.http.request_id import request_id_of

@@ -13,10 +13,9 @@ from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import BAD_WORDS, Conversion, Job, TextRequest, most_tokens
 from jdisagg.api.generation.sampling_bounds import NUMBERS, check_logit_bias
 from jdisagg.api.http.body import Body, wrong_type
+from jdisagg.api.http.call_grammars import without_line
 from jdisagg.api.http.connection import while_connected
-from jdisagg.api.http.forced_calls import TOOLS, with_function
-from jdisagg.api.http.free_calls import without_line
-from jdisagg.api.http.grammars import GRAMMAR, RESPONSE_FORMAT, read_grammar
+from jdisagg.api.http.grammars import GRAMMAR, read_grammar
 from jdisagg.api.http.shapes import provenance_object, usage_object
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.json_values import is_number
@@ -159,11 +158,7 @@ async def admit(edge: Edge, request: Request, body: Body, text_request: TextRequ
         field = body.names.get(error.field or "", error.field)
         message = error.message.replace(LENGTH, body.names.get(LENGTH, LENGTH))
         if error.field == GRAMMAR:
-            message = f"{field}: {message.removeprefix('grammar: ')}"
-        if field == TOOLS:
-            message = with_function(message, body)
-        if field == RESPONSE_FORMAT:
-            message = without_line(message)
+            message = f"{field}: {without_line(message.removeprefix('grammar: '), body)}"
         raise type(error)(message, field=field) from error  # another one: this may be told to many
     return replace(job, names=body.names)
 

@@ -15,8 +15,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.http.body import Body
+from jdisagg.api.http.call_grammars import with_forced
 from jdisagg.api.http.calls import CallsReader, Offer, read_offer
-from jdisagg.api.http.forced_calls import with_forced
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import GrammarKind, SamplingParams
 from jdisagg.text.grammar import read_schema

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from jdisagg.api.generation.sampling_bounds import MAX_GRAMMAR_BYTES
-from jdisagg.api.http import forced_calls
+from jdisagg.api.http import call_grammars
 from jdisagg.api.http.body import Body
-from jdisagg.api.http.forced_calls import with_forced
+from jdisagg.api.http.call_grammars import with_forced
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import Grammar, SamplingParams
 from tests.unit.text.grammar_rig import advanced, demo_grammars, demo_tokenizer
@@ -41,7 +41,7 @@ def test_a_pattern_of_a_forced_call_keeps_out_the_quotes_that_it_excludes(choice
 
 @pytest.mark.parametrize("choice", [NAMED, "required"])
 def test_parameters_that_are_too_long_are_not_looked_into(choice: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forced_calls, "schema_in_lark", None)
+    monkeypatch.setattr(call_grammars, "schema_in_lark", None)
     with pytest.raises(
         InvalidRequest, match=f"^tools: .*at most {MAX_GRAMMAR_BYTES} bytes beside titles, .*; shorten it"
     ) as refused:
@@ -52,7 +52,7 @@ def test_parameters_that_are_too_long_are_not_looked_into(choice: Any, monkeypat
 def test_of_all_functions_parameters_may_have_as_much_together(monkeypatch: pytest.MonkeyPatch) -> None:
     half = {"type": "object", "x-of": "d" * (MAX_GRAMMAR_BYTES // 2)}
     assert len(json.loads(forced(NAMED, half, half).text)["x-of"]) == MAX_GRAMMAR_BYTES // 2
-    monkeypatch.setattr(forced_calls, "schema_in_lark", None)
+    monkeypatch.setattr(call_grammars, "schema_in_lark", None)
     with pytest.raises(InvalidRequest, match=r"^tools: their parameters"):
         forced("required", half, half)
 
