@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import cache, partial
 from typing import Any
 
 from jdisagg.core.json_values import is_number
 from jdisagg.text.schema_mends import mended
 from jdisagg.text.schema_names import Names
 from jdisagg.text.schema_patterns import KNOWN_FORMATS, without_look_around
-from jdisagg.text.schema_refs import read_references
-from jdisagg.text.schema_tags import missing_tags, referred
+from jdisagg.text.schema_refs import Root
+from jdisagg.text.schema_tags import missing_tags
 from jdisagg.text.schema_walk import rebuilt
 
 _BELOW, _ABOVE = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
@@ -44,13 +43,11 @@ def readable_text(text: str) -> str:
 def readable(schema: Any, looks_left: Iterator[int] | None = None) -> Any:
     """A schema as the library gets it, its keys in their order; what is no schema as it is. What stands elsewhere and is only
     referred to is not looked at. `looks_left`: of `schema_tags.looks`, for one of several."""
-    missing = missing_tags(schema, looks_left)
-    references = cache(partial(read_references, schema))
-    names = Names(references, cache(partial(referred, schema)))  # a reference may be long
-    may_overlap = _may_overlap(schema)
+    root = Root(schema)
+    missing, names, may_overlap = missing_tags(root, looks_left), Names(root), _may_overlap(schema)
 
     def change(one: dict[str, Any]) -> dict[str, Any]:
-        of_any = may_overlap and "anyOf" in one and "anyOf" not in references().through
+        of_any = may_overlap and "anyOf" in one and "anyOf" not in root.through
         served = mended(without_look_around(one, of_any=of_any))
         said = names.listed({key: value for key, value in served.items() if not _says_nothing(key, value, one)})
         return said | {"required": [*said.get("required", []), *missing[id(one)]]} if id(one) in missing else said

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jdisagg.text.schema_refs import read_references, values_in
+from jdisagg.text.schema_refs import Root, values_in
 from jdisagg.text.schema_walk import rebuilt
 
 COMMENTS = frozenset(("title", "description", "default", "examples", "$comment"))
@@ -36,6 +36,4 @@ def uncommented(schemas: list[Any], most_bytes: int) -> list[Any]:
         most_bytes -= 1 + (len(one) if isinstance(one, str) else 0)
         if most_bytes < 0:  # a reference may be long, too
             return schemas
-    return [
-        two if read_references(two).through.isdisjoint(COMMENTS) else one for one, two in zip(schemas, changed, strict=True)
-    ]
+    return [two if Root(two).through.isdisjoint(COMMENTS) else one for one, two in zip(schemas, changed, strict=True)]

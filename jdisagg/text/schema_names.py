@@ -4,11 +4,11 @@ z.record(z.enum(..), X) do: they have these properties, and no others."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from jdisagg.text.schema_comments import COMMENTS
-from jdisagg.text.schema_refs import References
+from jdisagg.text.schema_refs import Root
 
 _MOST_NAMES = 120  # as many may be optional: see docs/api.md
 _MOST_COPIED = 2**15  # bytes in one schema: of names, and of schemas that are each written once for every name
@@ -17,11 +17,10 @@ _MOST_STEPS = 8  # from one reference to the next
 
 
 class Names:
-    """Of one schema and all within it, which share a bound. `refer`: to where a reference leads from the root."""
+    """Of one schema and all within it, which share a bound."""
 
-    def __init__(self, references: Callable[[], References], refer: Callable[[str], Any]) -> None:
-        self._references = references
-        self._refer = refer
+    def __init__(self, root: Root) -> None:
+        self._root = root
         self._left = _MOST_COPIED
 
     def listed(self, schema: dict[str, Any]) -> dict[str, Any]:
@@ -45,7 +44,7 @@ class Names:
                 return None
             match {key: value for key, value in said.items() if key not in COMMENTS} if isinstance(said, dict) else None:
                 case {"$ref": str(reference), **others} if not others:
-                    said = self._refer(reference)
+                    said = self._root.refer(reference)
                 case {"enum": list(listed), **others} if others in ({}, {"type": "string"}) and len(listed) <= _MOST_NAMES:
                     return dict.fromkeys(name for name in listed if isinstance(name, str))
                 case {"const": str(name), **others} if others in ({}, {"type": "string"}):
@@ -55,8 +54,7 @@ class Names:
         return None
 
     def _is_referred_to(self) -> bool:
-        references = self._references()
-        return references.has_places or not references.through.isdisjoint(("propertyNames", "additionalProperties"))
+        return self._root.has_places or not self._root.through.isdisjoint(("propertyNames", "additionalProperties"))
 
     def _has_room(self, names: Iterable[str], others: Any, num_copies: int) -> bool:
         if self._left >= 0:

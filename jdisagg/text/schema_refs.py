@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from typing import Any
 from urllib.parse import unquote
 
 _PLACES = ("$id", "$anchor", "$dynamicAnchor")  # of a schema within another: what is referred to may be told from there
 
 
-@dataclass(frozen=True, slots=True)
-class References:
-    """`through`: whatever stands between the slashes of one, keywords and names. `has_places`: within the schema are others
-    with names of their own, so that a reference may mean something else than where it leads to from the root."""
+class Root:
+    """A schema, and the references of everything in it, whether that is a schema or only looks like one. They may be long: what
+    is asked for is read once."""
 
-    through: frozenset[str]
-    has_places: bool
+    def __init__(self, schema: Any) -> None:
+        self.schema = schema
+        self.refer = cache(partial(_referred, schema))
 
+    @cached_property
+    def through(self) -> frozenset[str]:
+        """Whatever stands between the slashes of one, keywords and names."""
+        references = (one.get("$ref") for one in values_in(self.schema) if isinstance(one, dict))
+        told = (unquote(reference) for reference in references if isinstance(reference, str))
+        return frozenset(part for reference in told for part in re.split("[/#]", reference))
 
-def read_references(schema: Any) -> References:
-    """Of everything in it, whether it is a schema or only looks like one."""
-    through, has_places = set[str](), False
-    for one in values_in(schema):
-        if isinstance(one, dict):
-            if isinstance(reference := one.get("$ref"), str):
-                through.update(re.split("[/#]", unquote(reference)))
-            has_places |= one is not schema and any(isinstance(one.get(name), str) for name in _PLACES)
-    return References(frozenset(through), has_places)
+    @cached_property
+    def has_places(self) -> bool:
+        """Whether there are others in it with names of their own, so that a reference may mean something else than where it
+        leads to from here."""
+        inner = (one for one in values_in(self.schema) if isinstance(one, dict) and one is not self.schema)
+        return any(isinstance(one.get(name), str) for one in inner for name in _PLACES)
 
 
 def values_in(value: Any) -> Iterator[Any]:
@@ -41,3 +44,13 @@ def values_in(value: Any) -> Iterator[Any]:
             left += one.values()
         elif isinstance(one, list):
             left += one
+
+
+def _referred(root: Any, reference: str) -> dict[str, Any] | None:
+    """The object to which a JSON pointer (RFC 6901) into this document leads, by names; None where there is none."""
+    if not reference.startswith("#/"):
+        return None
+    found = root
+    for name in unquote(reference).split("/")[1:]:
+        found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else None  # a list would be looked through as often as it is referred to

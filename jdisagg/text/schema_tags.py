@@ -6,11 +6,10 @@ default for a tag, its branches do not require it: an answer without one would b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache, partial
+from collections.abc import Iterator
 from typing import Any
-from urllib.parse import unquote
 
+from jdisagg.text.schema_refs import Root
 from jdisagg.text.schema_walk import schemas_in
 
 _UNIONS = ("oneOf", "anyOf")
@@ -23,26 +22,25 @@ def looks() -> Iterator[int]:
     return iter(range(_MOST_LOOKED_AT))
 
 
-def missing_tags(schema: Any, left: Iterator[int] | None = None) -> dict[int, list[str]]:
-    """By the `id` of a branch, wherever it stands in `schema`, the tags that it has and does not require. `left`: of `looks`,
+def missing_tags(root: Root, left: Iterator[int] | None = None) -> dict[int, list[str]]:
+    """By the `id` of a branch, wherever it stands in the schema, the tags that it has and does not require. `left`: of `looks`,
     where others have taken some."""
     asked: dict[int, tuple[dict[str, Any], set[str]]] = {}
-    for (one, tag), _ in zip(_tagged(schema), looks() if left is None else left, strict=False):
+    for (one, tag), _ in zip(_tagged(root), looks() if left is None else left, strict=False):
         if isinstance(one, dict):
             asked.setdefault(id(one), (one, set()))[1].add(tag)
     return {place: missing for place, (branch, tags) in asked.items() if (missing := _missing(branch, tags))}
 
 
-def _tagged(root: Any) -> Iterator[tuple[Any, str]]:
+def _tagged(root: Root) -> Iterator[tuple[Any, str]]:
     """Branches, each with the tag of a union that it is of, and whatever else was looked at."""
-    refer = cache(partial(referred, root))  # a reference may be long
-    for union in schemas_in(root):
+    for union in schemas_in(root.schema):
         match union.get("discriminator"):
             case {"propertyName": str(tag)}:
-                yield from ((branch, tag) for name in _UNIONS for branch in _branches(union.get(name), refer))
+                yield from ((branch, tag) for name in _UNIONS for branch in _branches(union.get(name), root))
 
 
-def _branches(union: Any, refer: Callable[[str], Any]) -> Iterator[Any]:
+def _branches(union: Any, root: Root) -> Iterator[Any]:
     """All of them, what those are made of, and whatever else stands there."""
     left, seen = [union], set[int]()
     while left:
@@ -54,17 +52,7 @@ def _branches(union: Any, refer: Callable[[str], Any]) -> Iterator[Any]:
             seen.add(id(one))
             left += (one[name] for name in _NESTED if name in one)
             if isinstance(reference := one.get("$ref"), str):
-                left.append(refer(reference))
-
-
-def referred(root: Any, reference: str) -> dict[str, Any] | None:
-    """The object to which a JSON pointer (RFC 6901) into this document leads, by names; None where there is none."""
-    if not reference.startswith("#/"):
-        return None
-    found = root
-    for name in unquote(reference).split("/")[1:]:
-        found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
-    return found if isinstance(found, dict) else None  # a list would be looked through as often as it is referred to
+                left.append(root.refer(reference))
 
 
 def _missing(branch: dict[str, Any], tags: set[str]) -> list[str]:

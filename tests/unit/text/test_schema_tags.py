@@ -11,6 +11,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from jdisagg.text.schema_annotations import readable
+from jdisagg.text.schema_refs import Root
 from jdisagg.text.schema_tags import looks, missing_tags
 from tests.unit.text.grammar_rig import demo_grammars, demo_tokenizer, schema
 
@@ -123,7 +124,7 @@ def test_of_very_many_unions_that_share_branches_not_all_are_looked_at(others: i
     unions = [{"discriminator": {"propertyName": f"t{i}"}, "oneOf": [{"$ref": "#/$defs/all"}]} for i in range(2000)]
     branches = [{"properties": {f"t{i}": True}} for i in range(0 if others else 2000)]
     began_s = thread_time()
-    found = missing_tags({"$defs": {"all": {"oneOf": [*branches, *[True] * others]}}, "anyOf": unions})
+    found = missing_tags(Root({"$defs": {"all": {"oneOf": [*branches, *[True] * others]}}, "anyOf": unions}))
     assert thread_time() - began_s < 1.0
     assert len(found) < 20
     assert bool(found) is (others == 0)
@@ -135,11 +136,11 @@ def test_several_schemas_may_share_what_is_looked_at() -> None:
         return {"discriminator": {"propertyName": "t"}, "oneOf": branches}
 
     left = looks()
-    assert [len(missing_tags(union(number), left)) for number in (10, 5000, 5000)] == [10, 5000, 5000]
-    assert 0 < len(missing_tags(union(10_000), left)) < 2**14 - 10_000
-    assert missing_tags(union(10), left) == {}
+    assert [len(missing_tags(Root(union(number)), left)) for number in (10, 5000, 5000)] == [10, 5000, 5000]
+    assert 0 < len(missing_tags(Root(union(10_000)), left)) < 2**14 - 10_000
+    assert missing_tags(Root(union(10)), left) == {}
     assert readable(union(10), left) == union(10)
-    assert len(missing_tags(union(10))) == 10, "one alone has them all"
+    assert len(missing_tags(Root(union(10)))) == 10, "one alone has them all"
 
 
 def test_a_long_reference_is_followed_once() -> None:
@@ -147,7 +148,7 @@ def test_a_long_reference_is_followed_once() -> None:
     unions = [{"discriminator": {"propertyName": "t"}, "oneOf": [{"$ref": "#/$defs/a"}]} for _ in range(5000)]
     defs = {"a": {"$ref": f"#/$defs/{name}"}, "~" * 25_000: {"properties": {"t": True}}}
     began_s = thread_time()
-    assert list(missing_tags({"$defs": defs, "anyOf": unions}).values()) == [["t"]]
+    assert list(missing_tags(Root({"$defs": defs, "anyOf": unions})).values()) == [["t"]]
     assert thread_time() - began_s < 1.0
 
 
@@ -172,7 +173,7 @@ def test_a_list_that_is_referred_to_is_not_looked_through_each_time() -> None:
     root = union | {"x": [*[0] * 100_000, *({"$ref": "#/x"} for _ in range(100))]}
     tracemalloc.start()
     try:
-        assert missing_tags(root) == {}
+        assert missing_tags(Root(root)) == {}
         _, most_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
