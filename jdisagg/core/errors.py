@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 class JdisaggError(Exception):
@@ -66,6 +66,11 @@ class InvalidRequest(RequestError):
 
     grpc_status, http_status, kind = "INVALID_ARGUMENT", 400, "invalid_request_error"
     reason = "invalid"
+
+    @classmethod
+    def of(cls, field: str, told: str) -> Self:
+        """That of one field, which its message begins with."""
+        return cls(f"{field}: {told}", field=field)
 
 
 class ModelNotFound(RequestError):

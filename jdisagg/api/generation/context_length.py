@@ -19,8 +19,8 @@ def check_length(prompt: Prompt, max_model_len: int, max_token_characters: int, 
     if is_cut:
         most = max(MOST_CUT_CHARACTERS, max_model_len * max_token_characters)
         if isinstance(prompt, str) and len(prompt) > most:
-            told = f"prompt: to be cut it may have at most {most} characters; got {len(prompt)}, cut it before you send it"
-            raise ContextLengthExceeded(told, field="prompt")
+            told = f"to be cut it may have at most {most} characters; got {len(prompt)}, cut it before you send it"
+            raise ContextLengthExceeded.of("prompt", told)
     elif not isinstance(prompt, str):
         if len(prompt) > max_model_len:
             raise too_long(len(prompt), 1, max_model_len, "prompt")

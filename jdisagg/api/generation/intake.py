@@ -178,8 +178,8 @@ def check_model(name: str, card: ModelCard) -> None:
 async def _prepare(grammar: Grammar, grammars: GrammarGate | None) -> None:
     """Whoever cannot have it is told before anything is computed."""
     if grammars is None:
-        told = "grammar: answers of the served model cannot be constrained, as its tokenizer is of another kind; leave it out"
-        raise InvalidRequest(told, field="grammar")
+        told = "answers of the served model cannot be constrained, as its tokenizer is of another kind; leave it out"
+        raise InvalidRequest.of("grammar", told)
     await grammars.prepare(grammar)
 
 

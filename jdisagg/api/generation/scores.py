@@ -19,7 +19,7 @@ def check_prompt_scores(num_tokens: int, n: int, sampling: SamplingParams) -> No
     num = num_tokens * n * _weight(sampling.prompt_logprobs)
     if num > MAX_SCORES:
         advice = "send fewer prompts, or ask for fewer alternatives"
-        raise InvalidRequest(f"prompt_logprobs: {_HOW}; got {num}, {advice}", field="prompt_logprobs")
+        raise InvalidRequest.of("prompt_logprobs", f"{_HOW}; got {num}, {advice}")
 
 
 def most_answer_tokens(num_prompt_tokens: int, num_prompts: int, n: int, sampling: SamplingParams) -> int | None:
@@ -33,7 +33,7 @@ def most_answer_tokens(num_prompt_tokens: int, num_prompts: int, n: int, samplin
 def too_many_answer_scores(max_tokens: int, most_tokens: int) -> InvalidRequest:
     """The error of a request whose `max_tokens` are more than `most_answer_tokens`."""
     advice = f"max_tokens may be {most_tokens} for so many choices and prompts; got {max_tokens}"
-    return InvalidRequest(f"logprobs: {_HOW}; {advice}, lower max_tokens or n", field="logprobs")
+    return InvalidRequest.of("logprobs", f"{_HOW}; {advice}, lower max_tokens or n")
 
 
 def _weight(num_alternatives: int | None) -> int:

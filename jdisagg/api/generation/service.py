@@ -178,7 +178,7 @@ def _logprobs(tokens: Sequence[ScoredToken]) -> list[common_pb2.TokenLogprob]:
 def _prompt(request: generation_pb2.GenerateRequest) -> Prompt:
     kind = request.WhichOneof("prompt")
     if kind is None:
-        raise InvalidRequest("prompt: give text or token_ids", field="prompt")
+        raise InvalidRequest.of("prompt", "give text or token_ids")
     return request.text if kind == "text" else tuple(request.token_ids.ids)
 
 

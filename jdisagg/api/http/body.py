@@ -63,7 +63,7 @@ class Body:
         for name in islice(unknown, _MAX_COMPARED):
             if near := get_close_matches(name, self._known, n=1, cutoff=_NEAR):
                 found = f"{self.where}{name}"
-                raise InvalidRequest(f"{found}: is no field of this request; did you mean {near[0]}?", field=found)
+                raise InvalidRequest.of(found, f"is no field of this request; did you mean {near[0]}?")
 
     def _get_typed(self, name: str, wanted: str, fits: Callable[[Any], bool]) -> Any:
         """The raw value, None when absent. Raises InvalidRequest unless it `fits`."""
@@ -118,8 +118,8 @@ class Body:
             if _is_token_list(value):
                 return (tuple(value),)
             if len(value) > MAX_SEQUENCES and not is_number(value[0]):
-                said = f"{name}: may hold at most {MAX_SEQUENCES} prompts; got {len(value)}, send several requests"
-                raise InvalidRequest(said, field=name)
+                told = f"may hold at most {MAX_SEQUENCES} prompts; got {len(value)}, send several requests"
+                raise InvalidRequest.of(name, told)
             if all(isinstance(item, str) or (_is_token_list(item) and item) for item in value):
                 return tuple(item if isinstance(item, str) else tuple(item) for item in value)
         wanted = "a string, a non-empty list of token ids, or a non-empty list of either"
@@ -221,7 +221,7 @@ def num_structures(raw: bytes, at_most: int = MAX_STRUCTURE) -> int:
 
 def wrong_type(name: str, wanted: str, got: Any) -> InvalidRequest:
     """The error of a field that has another type."""
-    return InvalidRequest(f"{name}: must be {wanted}; got {beginning(got)}", field=name)
+    return InvalidRequest.of(name, f"must be {wanted}; got {beginning(got)}")
 
 
 def beginning(value: Any) -> str:

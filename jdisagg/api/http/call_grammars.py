@@ -15,7 +15,7 @@ from typing import Any
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.sampling_bounds import MAX_GRAMMAR_BYTES
 from jdisagg.api.http.body import Body
-from jdisagg.api.http.grammars import GRAMMAR, RESPONSE_FORMAT, schema_text
+from jdisagg.api.http.grammars import GRAMMAR, RESPONSE_FORMAT, said_twice, schema_text
 from jdisagg.api.http.tools import ForcedCall, may_call, read_forced, read_functions, read_parameters
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import Grammar, GrammarKind, SamplingParams
@@ -39,8 +39,7 @@ def with_forced(sampling: SamplingParams, body: Body) -> SamplingParams:
     if forced is None:
         return sampling
     if (name := body.names.get(GRAMMAR, RESPONSE_FORMAT)) != RESPONSE_FORMAT:  # that says nothing here, as in vLLM
-        told = f"tool_choice: {name} says already what the answer has to be; leave out one of the two"
-        raise InvalidRequest(told, field="tool_choice")
+        raise said_twice("tool_choice", name)
     body.names[GRAMMAR] = _TOOLS
     return replace(sampling, grammar=_grammar(body, forced, in_parallel=in_parallel))
 
@@ -58,7 +57,7 @@ def with_free_calls(sampling: SamplingParams, body: Body, edge: Edge) -> Samplin
     text = answer_or_calls(schema, call_format, names, edge.tokenizer.token_id, in_parallel=in_parallel)
     if (num_bytes := len(text.encode())) > MAX_GRAMMAR_BYTES:
         told = f"with the names of tools it may have at most {MAX_GRAMMAR_BYTES} bytes; got {num_bytes}; shorten it"
-        raise InvalidRequest(f"{RESPONSE_FORMAT}: {told}", field=RESPONSE_FORMAT)
+        raise InvalidRequest.of(RESPONSE_FORMAT, told)
     return replace(sampling, grammar=Grammar(GrammarKind.LARK, text))
 
 

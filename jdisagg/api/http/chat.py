@@ -63,7 +63,7 @@ def read_chat(body: Body, edge: Edge, num_top: int | None, request_id: str, arri
     request = read_request(body, request_id, (prompt,), sampling, add_special_tokens=False)  # the template writes BOS and EOS
     if request.max_tokens is not None and request.max_tokens < 1:  # intake would advise to echo the prompt, which a chat cannot
         name = body.names.get(LENGTH, LENGTH)
-        raise InvalidRequest(f"{name}: must be at least 1; got {request.max_tokens}", field=name)
+        raise InvalidRequest.of(name, f"must be at least 1; got {request.max_tokens}")
     body.refuse_misspelt()
     shown = () if offer is None else tuple(offer.hidden)
     return replace(request, conversion=replace(request.conversion, shown=shown), arrived_s=arrived_s)
@@ -73,9 +73,9 @@ def _read_top_logprobs(body: Body) -> int | None:
     """Alternatives per token; None = no logprobs at all."""
     wanted, num_top = body.boolean("logprobs"), body.integer("top_logprobs")
     if num_top and not wanted:
-        raise InvalidRequest("top_logprobs: needs logprobs=true", field="top_logprobs")
+        raise InvalidRequest.of("top_logprobs", "needs logprobs=true")
     if num_top is not None and not 0 <= num_top <= MAX_LOGPROBS:
-        raise InvalidRequest(f"top_logprobs: must be in [0, {MAX_LOGPROBS}]; got {num_top}", field="top_logprobs")
+        raise InvalidRequest.of("top_logprobs", f"must be in [0, {MAX_LOGPROBS}]; got {num_top}")
     return (num_top or 0) if wanted else None
 
 
@@ -83,8 +83,8 @@ def _read_prompt_logprobs(body: Body, *, stream: bool) -> int | None:
     """Alternatives per token of the prompt; None = it is not scored."""
     num_top = body.integer("prompt_logprobs")
     if stream and num_top is not None:  # a chunk has no place for them, as in vLLM
-        told = "prompt_logprobs: are part of an answer that does not stream; leave out one of the two, or use /v1/completions"
-        raise InvalidRequest(told, field="prompt_logprobs")
+        told = "are part of an answer that does not stream; leave out one of the two, or use /v1/completions"
+        raise InvalidRequest.of("prompt_logprobs", told)
     return num_top
 
 

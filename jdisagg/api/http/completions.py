@@ -64,10 +64,9 @@ def read_completion(body: Body, defaults: SamplingParams, request_id: str) -> Te
     request = read_request(body, request_id, body.prompts("prompt"), sampling, add_special_tokens=True)
     best_of, length, newer = body.integer("best_of"), body.integer(LENGTH), body.integer(NEWER_LENGTH)
     if best_of is not None and best_of != request.n:
-        raise InvalidRequest(f"best_of: must equal n = {request.n} or be left out; got {best_of}", field="best_of")
+        raise InvalidRequest.of("best_of", f"must equal n = {request.n} or be left out; got {best_of}")
     if length is not None and newer is not None and newer != length:  # some clients send both
-        told = f"{NEWER_LENGTH}: must equal {LENGTH} = {length} or be left out; got {newer}"
-        raise InvalidRequest(told, field=NEWER_LENGTH)
+        raise InvalidRequest.of(NEWER_LENGTH, f"must equal {LENGTH} = {length} or be left out; got {newer}")
     body.refuse_misspelt()
     return replace(request, default_max_tokens=DEFAULT_MAX_TOKENS, echo=echo)
 

@@ -18,11 +18,9 @@ def with_mark(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     InvalidRequest for one that is not an answer in text."""
     *earlier, last = messages
     if last["role"] != "assistant":
-        raise InvalidRequest(
-            f"{CONTINUES}: the last message must be an assistant's; got one of {last['role']!r}", field=CONTINUES
-        )
+        raise InvalidRequest.of(CONTINUES, f"the last message must be an assistant's; got one of {last['role']!r}")
     if last.get("tool_calls"):
-        raise InvalidRequest(f"{CONTINUES}: a message with calls is complete; send their results behind it", field=CONTINUES)
+        raise InvalidRequest.of(CONTINUES, "a message with calls is complete; send their results behind it")
     content = last["content"]
     if isinstance(content, list):
         content = [*content[:-1], text_part(_last_text(last) + _MARK + _BLANK)]
@@ -38,7 +36,7 @@ def up_to_mark(prompt: str, messages: list[dict[str, Any]]) -> str:
     text = _last_text(messages[-1])
     if not mark or _MARK in before or text.strip() not in before:
         told = "the chat template of the served model does not show the last message as it is"
-        raise InvalidRequest(f"{CONTINUES}: {told}; render the prompt and use /v1/completions", field=CONTINUES)
+        raise InvalidRequest.of(CONTINUES, f"{told}; render the prompt and use /v1/completions")
     # of nothing but blanks the template has taken those before the mark: what stands there is its own
     is_trimmed = bool(text.strip()) and not behind.startswith(_BLANK)
     return before.rstrip() if is_trimmed else before

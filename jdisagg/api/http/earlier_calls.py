@@ -23,9 +23,8 @@ def check_structure(messages: list[dict[str, Any]]) -> None:
                 case {"function": {"arguments": str(arguments)}}:
                     num += num_structures(arguments.encode())
             if num > MAX_STRUCTURE:
-                field = f"messages[{index}].tool_calls"
-                told = f"{field}: arguments may have at most {MAX_STRUCTURE} lists, objects and keys, all messages together"
-                raise InvalidRequest(f"{told}; shorten them", field=field)
+                told = f"arguments may have at most {MAX_STRUCTURE} lists, objects and keys, all messages together"
+                raise InvalidRequest.of(f"messages[{index}].tool_calls", f"{told}; shorten them")
 
 
 def with_arguments(call: Any) -> Any:

@@ -67,9 +67,13 @@ def _read_all(body: Body) -> dict[str, Grammar]:
     asked = {name: grammar for name, grammar in found.items() if grammar is not None}
     if len(asked) > 1:
         first, second = list(asked)[:2]
-        told = f"{second}: {first} says already what the answer has to be; leave out one of the two"
-        raise InvalidRequest(told, field=second)
+        raise said_twice(second, first)
     return asked
+
+
+def said_twice(field: str, first: str) -> InvalidRequest:
+    """The error of a field that says what the answer has to be where `first` says it, too."""
+    return InvalidRequest.of(field, f"{first} says already what the answer has to be; leave out one of the two")
 
 
 def _response_format(body: Body) -> Grammar | None:
@@ -98,15 +102,13 @@ def _structured_outputs(body: Body) -> dict[str, Grammar | None]:
     where = "structured_outputs"
     for name, instead in _UNSERVED_OUTPUTS.items():
         if not is_one_of(fields.get(name), OFF):
-            raise InvalidRequest(f"{where}.{name}: is not served; {instead}", field=f"{where}.{name}")
+            raise InvalidRequest.of(f"{where}.{name}", f"is not served; {instead}")
     given = {name for name, value in fields.items() if value is not None}
     if unknown := given - _READERS.keys() - {*_UNSERVED_OUTPUTS, *_ADVICE}:
-        told = f"{where}: is an object with one of {', '.join(_READERS)}; got {min(unknown)[:80]!r}"
-        raise InvalidRequest(told, field=where)
+        raise InvalidRequest.of(where, f"is an object with one of {', '.join(_READERS)}; got {min(unknown)[:80]!r}")
     for name in _READERS:
         if fields.get(name) == "":
-            told = f"{where}.{name}: is empty; leave it out where any text will do"
-            raise InvalidRequest(told, field=f"{where}.{name}")
+            raise InvalidRequest.of(f"{where}.{name}", "is empty; leave it out where any text will do")
     inner = Body(fields, where=f"{where}.")
     return {name: read(inner, name) for name, read in _READERS.items()}
 
@@ -132,9 +134,9 @@ def _parsed(name: str, text: str) -> Any:
         if is_too_deep(value):
             raise RecursionError
     except ValueError as error:
-        raise InvalidRequest(f"{name}: is not valid JSON: {error}", field=name) from error
+        raise InvalidRequest.of(name, f"is not valid JSON: {error}") from error
     except RecursionError as error:
-        raise InvalidRequest(f"{name}: is nested more than {MAX_DEPTH} deep", field=name) from error
+        raise InvalidRequest.of(name, f"is nested more than {MAX_DEPTH} deep") from error
     return value
 
 
@@ -158,7 +160,7 @@ def schema_text(name: str, schema: dict[str, Any], field: str | None = None) -> 
 
 
 def _too_long(name: str) -> InvalidRequest:
-    return InvalidRequest(f"{name}: may have at most {MAX_GRAMMAR_BYTES} bytes; shorten it", field=name)
+    return InvalidRequest.of(name, f"may have at most {MAX_GRAMMAR_BYTES} bytes; shorten it")
 
 
 def _written(body: Body, name: str, *, kind: GrammarKind) -> Grammar | None:
@@ -176,7 +178,7 @@ def _choice(body: Body, name: str) -> Grammar | None:
     if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
         raise wrong_type(name, "a list of non-empty strings, one at least", value)
     if len(value) > MAX_CHOICES:
-        raise InvalidRequest(f"{name}: may hold at most {MAX_CHOICES} strings; got {len(value)}", field=name)
+        raise InvalidRequest.of(name, f"may hold at most {MAX_CHOICES} strings; got {len(value)}")
     if sum(map(len, value)) > MAX_GRAMMAR_BYTES:  # written as an expression it is no shorter, and each character takes a step
         raise _too_long(name)
     return Grammar(GrammarKind.REGEX, "|".join(map(literal, value)))
@@ -188,17 +190,17 @@ def _tokens(body: Body, name: str) -> Grammar | None:
         return None
     given = body.integers(name)
     if len(given) > MAX_ALLOWED:
-        raise InvalidRequest(f"{name}: may hold at most {MAX_ALLOWED} ids; got {len(given)}", field=name)
+        raise InvalidRequest.of(name, f"may hold at most {MAX_ALLOWED} ids; got {len(given)}")
     token_ids = sorted(set(given))
     if token_ids[0] < 0:
-        raise InvalidRequest(f"{name}: token ids must be at least 0; got {token_ids[0]}", field=name)
+        raise InvalidRequest.of(name, f"token ids must be at least 0; got {token_ids[0]}")
     if len(token_ids) == 1:
         return Grammar(GrammarKind.LARK, f"start: <[{token_ids[0]}]>{{{_MOST_ALIKE}}}")
     runs = [0, *(at for at in range(1, len(token_ids)) if token_ids[at] != token_ids[at - 1] + 1), len(token_ids)]
     ends = ((token_ids[begin], token_ids[end - 1]) for begin, end in pairwise(runs))
     text = f"start: <[{','.join(str(low) if low == high else f'{low}-{high}' for low, high in ends)}]> start"
     if len(text) > MAX_GRAMMAR_BYTES:
-        raise InvalidRequest(f"{name}: may hold some 10,000 ids, or ranges without gaps; got {len(token_ids)}", field=name)
+        raise InvalidRequest.of(name, f"may hold some 10,000 ids, or ranges without gaps; got {len(token_ids)}")
     return Grammar(GrammarKind.LARK, text)
 
 

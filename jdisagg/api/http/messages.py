@@ -28,12 +28,10 @@ def render_prompt(body: Body, template: ChatTemplate | None) -> str:
     """The prompt text of `messages` (and `tools`). Raises InvalidRequest naming the field."""
     messages = body.objects("messages")
     if not messages:
-        raise InvalidRequest("messages: must hold at least one message", field="messages")
+        raise InvalidRequest.of("messages", "must hold at least one message")
     if template is None:
-        raise InvalidRequest(
-            "messages: the served model has no chat template; use /v1/completions or add chat_template.jinja to the model",
-            field="messages",
-        )
+        told = "the served model has no chat template; use /v1/completions or add chat_template.jinja to the model"
+        raise InvalidRequest.of("messages", told)
     continues = body.boolean(CONTINUES)
     begins = body.boolean("add_generation_prompt", not continues)
     tools, variables = _offered_tools(body, template), {**read_variables(body), "add_generation_prompt": begins}
@@ -44,7 +42,7 @@ def render_prompt(body: Body, template: ChatTemplate | None) -> str:
         return _prompt_with(template, texts, tools, variables)
     if begins:
         told = "add_generation_prompt begins a message of its own; leave out one of the two"
-        raise InvalidRequest(f"{CONTINUES}: {told}", field=CONTINUES)
+        raise InvalidRequest.of(CONTINUES, told)
     return up_to_mark(_prompt_with(template, with_mark(texts), tools, variables), texts)
 
 
@@ -70,10 +68,10 @@ def _prompt(
     prompt = _render(render, texts)
     is_doubtful = any(message["content"] for message in texts) and not template.is_text_shown(of_tools=tools is not None)
     if is_doubtful and not _is_seen(prompt, partial(_render, render, [message | {"content": ""} for message in texts])):
-        raise InvalidRequest(
-            "messages: the chat template of the served model shows none of their text to it; render the prompt and use "
-            "/v1/completions, or correct the model's template",
-            field="messages",
+        raise InvalidRequest.of(
+            "messages",
+            "the chat template of the served model shows none of their text to it; render the prompt and use /v1/completions, "
+            "or correct the model's template",
         )
     index = next((i for i, message in enumerate(texts) if message.get("tool_calls")), None)
     if index is None or _is_seen(prompt, partial(render, _without_calls(texts))):
@@ -83,9 +81,8 @@ def _prompt(
         prompt = _render(render, without_text)
         if render(_without_calls(without_text)) != prompt:
             return prompt
-    field = f"messages[{index}].tool_calls"
-    told = f"{field}: the chat template of the served model shows none to it; write them into content"
-    raise InvalidRequest(told, field=field)
+    told = "the chat template of the served model shows none to it; write them into content"
+    raise InvalidRequest.of(f"messages[{index}].tool_calls", told)
 
 
 def _render(render: Callable[[list[dict[str, Any]]], str], texts: list[dict[str, Any]]) -> str:
@@ -155,7 +152,7 @@ def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     where = f"messages[{index}]"
     message = {name: value for name, value in message.items() if value is not None and (name, value) != ("tool_calls", [])}
     if not isinstance(message.get("role"), str) or not message["role"]:
-        raise InvalidRequest(f"{where}.role: must be a non-empty string", field=f"{where}.role")
+        raise InvalidRequest.of(f"{where}.role", "must be a non-empty string")
     refuse_unserved(Body(message, where=f"{where}."), MESSAGE_FIELDS)
     if isinstance(calls := message.get("tool_calls"), list):
         message["tool_calls"] = list(map(with_arguments, calls))
@@ -167,7 +164,7 @@ def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     if content is None and (message.get("tool_calls") or message["role"] in ("assistant", "tool")):  # a tool may tell nothing
         return {**message, "content": []}
     if not isinstance(content, str):
-        raise InvalidRequest(f"{where}.content: must be a string or a list of text parts", field=f"{where}.content")
+        raise InvalidRequest.of(f"{where}.content", "must be a string or a list of text parts")
     return message
 
 
@@ -183,13 +180,11 @@ def _read_text(where: str, role: str, part: Any) -> str:
     if isinstance(part, str):  # as vLLM takes them
         return part
     if not isinstance(part, dict):
-        told = f"{where}.content: its parts must be objects or strings; got {beginning(part)}"
-        raise InvalidRequest(told, field=f"{where}.content")
+        raise InvalidRequest.of(f"{where}.content", f"its parts must be objects or strings; got {beginning(part)}")
     kind = part.get("type")
     name = kind if kind in _ASSISTANT_PARTS and role == "assistant" else "text"
     if kind not in (_TEXT_PARTS if name == "text" else (name,)) or not isinstance(part.get(name), str):
-        told = f"{where}.content: only parts of type 'text' are served; got {beginning(kind)}"
-        raise InvalidRequest(told, field=f"{where}.content")
+        raise InvalidRequest.of(f"{where}.content", f"only parts of type 'text' are served; got {beginning(kind)}")
     return part[name]
 
 
@@ -200,9 +195,7 @@ def _offered_tools(body: Body, template: ChatTemplate) -> list[dict[str, Any]] |
     if not tools or body.get("tool_choice") == "none":
         return None
     if not template.shows_tools:
-        raise InvalidRequest(
-            "tools: the chat template of the served model shows none to it; leave them out, or write them into messages",
-            field="tools",
-        )
+        told = "the chat template of the served model shows none to it; leave them out, or write them into messages"
+        raise InvalidRequest.of("tools", told)
     read_functions(body)
     return tools

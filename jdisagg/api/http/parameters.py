@@ -15,7 +15,7 @@ from jdisagg.api.generation.sampling_bounds import NUMBERS, check_logit_bias
 from jdisagg.api.http.body import Body, wrong_type
 from jdisagg.api.http.call_grammars import without_line
 from jdisagg.api.http.connection import while_connected
-from jdisagg.api.http.grammars import GRAMMAR, read_grammar
+from jdisagg.api.http.grammars import GRAMMAR, read_grammar, said_twice
 from jdisagg.api.http.shapes import provenance_object, usage_object
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.json_values import is_number
@@ -70,7 +70,7 @@ def read_options(request: Request, body: Body) -> ResponseOptions:
     stream, given = body.boolean("stream"), body.object("stream_options")
     stream_options = Body(given, where="stream_options.")
     if given and not stream:
-        raise InvalidRequest("stream_options: is allowed only with stream=true", field="stream_options")
+        raise InvalidRequest.of("stream_options", "is allowed only with stream=true")
     include_usage = stream_options.boolean("include_usage")
     continuous_usage = stream_options.boolean("continuous_usage_stats")
     stream_options.refuse_misspelt()
@@ -133,8 +133,7 @@ def _bad_words(body: Body, sampling: SamplingParams) -> tuple[str, ...]:
     """vLLM's `bad_words`, which is a grammar, too."""
     words = () if body.get(BAD_WORDS) is False else body.texts(BAD_WORDS)
     if words and sampling.grammar is not None:
-        told = f"{BAD_WORDS}: {body.names[GRAMMAR]} says already what the answer has to be; leave out one of the two"
-        raise InvalidRequest(told, field=BAD_WORDS)
+        raise said_twice(BAD_WORDS, body.names[GRAMMAR])
     if words:
         body.names[GRAMMAR] = BAD_WORDS
     return words

@@ -52,8 +52,7 @@ def request_id_of(request: Request, body: Body) -> str:
             continue
         if _GOOD.fullmatch(given) is None:
             got = f"{len(given)} characters {ascii(given)[:80]}"
-            text = f"{field}: wanted 1 to {MAX_NAME} printable ASCII characters without spaces; got {got}"
-            raise InvalidRequest(text, field=field)
+            raise InvalidRequest.of(field, f"wanted 1 to {MAX_NAME} printable ASCII characters without spaces; got {got}")
         if in_header is None:
             _name(request.scope, given)
             break

@@ -32,14 +32,11 @@ def read_variables(body: Body) -> dict[str, Any]:
 def _given(body: Body) -> dict[str, Any]:
     variables, arguments = body.object(_VARIABLES), body.object(_ARGUMENTS)
     if variables and arguments and variables != arguments:
-        told = f"{_ARGUMENTS}: must equal {_VARIABLES} or be left out"
-        raise InvalidRequest(told, field=_ARGUMENTS)
+        raise InvalidRequest.of(_ARGUMENTS, f"must equal {_VARIABLES} or be left out")
     name = _VARIABLES if variables else _ARGUMENTS
     if taken := sorted((variables | arguments).keys() & _RESERVED):
-        raise InvalidRequest(
-            f"{name}: {taken[0]} cannot be given there; messages, tools and add_generation_prompt are fields of the request",
-            field=name,
-        )
+        told = f"{taken[0]} cannot be given there; messages, tools and add_generation_prompt are fields of the request"
+        raise InvalidRequest.of(name, told)
     return variables | arguments
 
 
@@ -59,8 +56,8 @@ def _effort(body: Body) -> str | None:
             wanted = f"an object of effort alone, one of {', '.join(EFFORTS)} (what a model thinks stays in content)"
             raise wrong_type("reasoning", wanted, inner)
     if effort not in (None, found):
-        told = f"reasoning: its effort must equal reasoning_effort = {effort} or be left out; got {found}"
-        raise InvalidRequest(told, field="reasoning")
+        told = f"its effort must equal reasoning_effort = {effort} or be left out; got {found}"
+        raise InvalidRequest.of("reasoning", told)
     return found
 
 
@@ -70,7 +67,7 @@ def _switch(body: Body) -> bool | None:
     said = [(name, value) for name, value in told.items() if value is not None]
     for name, value in said[1:]:
         if value != said[0][1]:
-            raise InvalidRequest(f"{name}: says the opposite of {said[0][0]}; leave out one of the two", field=name)
+            raise InvalidRequest.of(name, f"says the opposite of {said[0][0]}; leave out one of the two")
     return said[0][1] if said else None
 
 

@@ -49,9 +49,9 @@ class TokenEndpoints:
         else:
             text, special = body.text("prompt"), body.boolean("add_special_tokens", True)
         if text is None:
-            raise InvalidRequest("prompt: give a prompt (a string) or messages", field="prompt")
+            raise InvalidRequest.of("prompt", "give a prompt (a string) or messages")
         if len(text) > MAX_CHARACTERS:
-            raise InvalidRequest(f"prompt: at most {MAX_CHARACTERS} characters; got {len(text)}, split them", field="prompt")
+            raise InvalidRequest.of("prompt", f"at most {MAX_CHARACTERS} characters; got {len(text)}, split them")
         max_model_len = self._edge.card.max_model_len  # a router's is not for threads
         with_strings = body.boolean("return_token_strs")
         body.refuse_misspelt(*_OF_CHATS)
@@ -80,10 +80,10 @@ class TokenEndpoints:
         body = await read_body(request)
         check_model(body.text("model") or "", self._edge.card)
         if body.get("tokens") is None:
-            raise InvalidRequest("tokens: give a list of token ids", field="tokens")
+            raise InvalidRequest.of("tokens", "give a list of token ids")
         token_ids = body.integers("tokens")
         if len(token_ids) > MAX_TOKENS:
-            raise InvalidRequest(f"tokens: at most {MAX_TOKENS} ids; got {len(token_ids)}, split them", field="tokens")
+            raise InvalidRequest.of("tokens", f"at most {MAX_TOKENS} ids; got {len(token_ids)}, split them")
         check_token_ids(token_ids, self._edge.card.vocab_size, "tokens")
         body.refuse_misspelt()
         decode = partial(self._edge.tokenizer.decode, token_ids, skip_special_tokens=False)

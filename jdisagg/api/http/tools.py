@@ -44,12 +44,10 @@ def read_forced(body: Body) -> ForcedCall | None:
         return None
     forced = ForcedCall(None if choice == "required" else _chosen(choice))
     if not tools:
-        raise InvalidRequest("tool_choice: a call of no tools can be forced; give some, or leave it out", field="tool_choice")
+        raise InvalidRequest.of("tool_choice", "a call of no tools can be forced; give some, or leave it out")
     if forced.name is not None and forced.name not in (offered := read_parameters(body)):
         names = ", ".join(map(repr, offered))
-        raise InvalidRequest(
-            f"tool_choice: no function of tools is called {forced.name!r:.80}; tools has {names:.400}", field="tool_choice"
-        )
+        raise InvalidRequest.of("tool_choice", f"no function of tools is called {forced.name!r:.80}; tools has {names:.400}")
     return forced
 
 
@@ -61,7 +59,7 @@ def read_parameters(body: Body) -> dict[str, Any]:
         if not _NAME.fullmatch(name):
             raise wrong_type(where, "1 to 64 letters, digits, _ and -, for a call that is forced", name)
         if name in parameters:
-            raise InvalidRequest(f"{where}: another function is called {name}, too; rename one", field=where)
+            raise InvalidRequest.of(where, f"another function is called {name}, too; rename one")
         parameters[name] = function.parameters
     return parameters
 
@@ -72,7 +70,7 @@ def _function(where: str, tool: dict[str, Any]) -> Function:
     if isinstance(function, dict) and isinstance(name, str) and name:
         return Function(name, function.get("parameters"))
     wanted = 'must be named, as in {"type": "function", "function": {"name": "f", "parameters": {..}}}'
-    raise InvalidRequest(f"{where}.function.name: {wanted}; got {beginning(name)}", field=f"{where}.function.name")
+    raise InvalidRequest.of(f"{where}.function.name", f"{wanted}; got {beginning(name)}")
 
 
 def _chosen(choice: Any) -> str:

@@ -135,8 +135,7 @@ def refuse_unserved(body: Body, table: tuple[Unserved, ...]) -> None:
         for name in entry.names:
             value = _without_null(body.get(name))
             if not is_one_of(value, entry.nothing) and not is_one_of(value, _said(body, entry.same_as)):
-                field = f"{body.where}{name}"
-                raise InvalidRequest(f"{field}: {entry.why}", field=field)
+                raise InvalidRequest.of(f"{body.where}{name}", entry.why)
 
 
 def _said(body: Body, names: tuple[str, ...]) -> tuple[Any, ...]:
