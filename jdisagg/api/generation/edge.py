@@ -168,8 +168,8 @@ class Edge:
     ) -> TextRequest:
         """What `read` makes of so many bytes beside the event loop, or its error. Raises Overloaded where too many long ones
         wait, DeadlineExceeded when `timeout_s` is over, be it that `read` has begun."""
-        async with _until(self._deadline_s(arrived_s, timeout_s), request_id):
-            return await self.long_texts.run(read, num_bytes)
+        async with _until(self._deadline_s(arrived_s, timeout_s), request_id), self.long_texts.place(num_bytes) as run:
+            return await run(read)
 
     async def beside(self, function: Callable[[], T]) -> T:
         """What `function`, a long one, returns. It runs beside the event loop, where more than one would only take turns: who

@@ -7,9 +7,9 @@ minute; more than two only take turns.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from typing import Protocol, TypeVar
 
 from jdisagg.api.tasks import threads_beside
@@ -45,23 +45,13 @@ class LongTexts:
         if num_characters <= INLINE_CHARACTERS:
             yield _at_once
             return
-        with self._counted(num_characters):
-            yield self._beside
-
-    async def run(self, function: Callable[[], T], num_characters: int) -> T:
-        """For one text that is long whatever its length. Raises as `place` does."""
-        with self._counted(num_characters):
-            return await self._beside(function)
-
-    @contextmanager
-    def _counted(self, num_characters: int) -> Iterator[None]:
         if self._num_characters >= MAX_WAITING_CHARACTERS:
             waits = f"{self._num_requests} requests of {self._num_characters} characters together wait for the tokenizer"
             raise Overloaded(f"{waits}; come again", retry_after_s=_RETRY_AFTER_S)
         self._num_requests += 1
         self._num_characters += num_characters
         try:
-            yield
+            yield self._beside
         finally:
             self._num_requests -= 1
             self._num_characters -= num_characters

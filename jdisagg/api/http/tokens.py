@@ -42,8 +42,7 @@ class TokenEndpoints:
         if body.get("messages") is not None:
             refuse_unserved(body, CHAT_FIELDS)
             render = partial(render_prompt, body, tokenizer.chat)
-            edge = self._edge
-            reading = edge.long_texts.run(render, body.num_bytes) if body.is_long else edge.with_tokenizer(render, 0)
+            reading = self._edge.with_tokenizer(render, body.num_bytes if body.is_long else 0)
             text = await while_connected(request.receive, reading)
             special = body.boolean("add_special_tokens", False)
         else:

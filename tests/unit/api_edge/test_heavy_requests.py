@@ -263,9 +263,9 @@ def test_what_is_too_long_in_a_grpc_request_is_refused_before_it_is_looked_at(
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-@pytest.mark.parametrize(("limit", "inline"), [(2000, True), (100, False)])
+@pytest.mark.parametrize(("num_more", "inline"), [(0, True), (2**16, False)])
 def test_a_long_chat_is_rendered_beside_the_loop(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str, limit: int, inline: bool
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str, num_more: int, inline: bool
 ) -> None:
     seen: set[threading.Thread] = set()
     render = ChatTemplate.render
@@ -275,7 +275,7 @@ def test_a_long_chat_is_rendered_beside_the_loop(
         return render(self, *rest, **options)
 
     monkeypatch.setattr(ChatTemplate, "render", noted)
-    monkeypatch.setattr(body, "_INLINE_BYTES", limit)
-    answer = post(tokenizer, path, {"messages": [{"role": "user", "content": "the fox"}] * 5, "max_tokens": 2})
+    messages = [{"role": "user", "content": "the fox"}] * 5
+    answer = post(tokenizer, path, {"messages": messages, "max_tokens": 2, "user": "u" * num_more})
     assert answer.status_code == 200
     assert (seen == {threading.main_thread()}) == inline

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pytest
@@ -21,6 +21,7 @@ from jdisagg.core.errors import Overloaded, Unavailable
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import WAIT_LIMIT_S, FakeEngine, Served, run, serving
 
+T = TypeVar("T")
 LONG = INLINE_CHARACTERS + 1
 
 
@@ -28,6 +29,11 @@ async def until(holds: Any) -> None:
     async with asyncio.timeout(WAIT_LIMIT_S):
         while not holds():
             await asyncio.sleep(0.005)
+
+
+async def beside(texts: LongTexts, function: Callable[[], T]) -> T:
+    async with texts.place(LONG) as run_:
+        return await run_(function)
 
 
 def test_two_run_at_a_time_and_a_cancelled_one_leaves_no_third() -> None:
@@ -39,7 +45,7 @@ def test_two_run_at_a_time_and_a_cancelled_one_leaves_no_third() -> None:
             free.wait(WAIT_LIMIT_S)
             return number
 
-        tasks = [asyncio.create_task(texts.run(lambda number=number: work(number), LONG)) for number in range(6)]
+        tasks = [asyncio.create_task(beside(texts, lambda number=number: work(number))) for number in range(6)]
         await until(lambda: len(begun) == 2)
         tasks[0].cancel()
         tasks[3].cancel()
@@ -63,11 +69,11 @@ def test_where_no_thread_is_left_a_long_text_waits_for_none_and_those_that_are_t
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", none_left)
             with pytest.raises(Unavailable, match="no thread is left to read a long text: can't start new thread"):
-                await texts.run(lambda: done.append(-1), LONG)
-        await texts.run(lambda: done.append(0), LONG)
+                await beside(texts, lambda: done.append(-1))
+        await beside(texts, lambda: done.append(0))
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", none_left)
-            await asyncio.gather(*(texts.run(lambda number=number: done.append(number), LONG) for number in range(1, 6)))
+            await asyncio.gather(*(beside(texts, lambda number=number: done.append(number)) for number in range(1, 6)))
         assert sorted(done) == [*range(6)]
 
     run(check())
@@ -78,11 +84,11 @@ def test_beyond_so_many_characters_that_wait_a_request_is_told_when_to_come_agai
         texts = LongTexts()
         async with texts.place(MAX_WAITING_CHARACTERS - 1), texts.place(3 * MAX_WAITING_CHARACTERS):
             with pytest.raises(Overloaded, match=f"2 requests of {4 * MAX_WAITING_CHARACTERS - 1} characters") as caught:
-                await texts.run(lambda: 1, LONG)
+                await beside(texts, lambda: 1)
             assert caught.value.retry_after_s == 5.0
             async with texts.place(INLINE_CHARACTERS) as at_once:
                 assert await at_once(threading.current_thread) is threading.main_thread()
-        assert await texts.run(lambda: 3, LONG) == 3
+        assert await beside(texts, lambda: 3) == 3
 
     run(check())
 

@@ -14,14 +14,13 @@ import httpx
 import pytest
 
 from jdisagg.api.generation import long_texts
-from jdisagg.api.http import body
 from jdisagg.text.chat import ChatTemplate
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import WAIT_LIMIT_S, FakeEngine, run, serving
 from tests.unit.api_edge.test_disconnect import _send
-from tests.unit.api_edge.test_long_texts import LONG, until
+from tests.unit.api_edge.test_long_texts import LONG, beside, until
 
-CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "the fox"}], "max_tokens": 2}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "the fox"}], "max_tokens": 2, "user": "u" * 2**16}
 TEXT: dict[str, Any] = {"prompt": "a " * LONG}
 
 
@@ -40,7 +39,7 @@ class Work:
 
 @contextmanager
 def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
-    """Every chat is a long one, and what is read beside the event loop takes until the end of this."""
+    """What is read beside the event loop takes until the end of this."""
     work, render, encode = Work(), ChatTemplate.render, Tokenizer.encode
 
     def slow_render(self: ChatTemplate, *given: Any, **options: Any) -> str:
@@ -54,7 +53,6 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
 
     monkeypatch.setattr(ChatTemplate, "render", slow_render)
     monkeypatch.setattr(Tokenizer, "encode", slow_encode)
-    monkeypatch.setattr(body, "_INLINE_BYTES", 10)
     try:
         yield work
     finally:
@@ -80,7 +78,7 @@ def test_what_no_client_waits_for_any_more_is_not_begun(
                     writer.close()
                 await until(lambda: not waiting._num_requests)
                 work.may_go_on.set()
-                await waiting.run(lambda: None, 1)  # behind those that were begun
+                await beside(waiting, lambda: None)  # behind those that were begun
                 assert len(work.begun) == long_texts.THREADS
                 assert not engine.requests
 
