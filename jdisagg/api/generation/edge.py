@@ -164,8 +164,8 @@ class Edge:
             return await run(function)
 
     async def read_long(
-        self, read: Callable[[], TextRequest], num_bytes: int, request_id: str, *, arrived_s: float, timeout_s: float | None
-    ) -> TextRequest:
+        self, read: Callable[[], T], num_bytes: int, request_id: str, *, arrived_s: float, timeout_s: float | None
+    ) -> T:
         """What `read` makes of so many bytes beside the event loop, or its error. Raises Overloaded where too many long ones
         wait, DeadlineExceeded when `timeout_s` is over, be it that `read` has begun."""
         async with _until(self._deadline_s(arrived_s, timeout_s), request_id), self.long_texts.place(num_bytes) as run:

@@ -130,8 +130,8 @@ class CallsReader:
 MessageReader = TextReader | CallsReader
 
 
-def reader_of(body: Body, edge: Edge) -> Callable[[], MessageReader]:
-    """What makes readers for the answers to a chat. Raises InvalidRequest."""
-    if (offer := read_offer(body, edge)) is not None:
+def reader_of(body: Body, offer: Offer | None) -> Callable[[], MessageReader]:
+    """What makes readers for the answers to a chat, of which `offer` was read."""
+    if offer is not None:
         return partial(CallsReader, offer)
     return partial(TextReader, UNREAD if may_call(body) else None)  # calls in a format that is not known stay text

@@ -41,11 +41,11 @@ async def answer_chat(edge: Edge, request: Request) -> Response:
     read = partial(read_chat, body, edge, num_top, request_id, arrived_s)
     if body.is_long:
         reading = edge.read_long(read, body.num_bytes, request_id, arrived_s=arrived_s, timeout_s=read_timeout(body))
-        text_request = await while_connected(request.receive, reading)
+        text_request, make_reader = await while_connected(request.receive, reading)
     else:
-        text_request = read()
+        text_request, make_reader = read()
     job = await admit(edge, request, body, text_request)
-    answer = _Answer(edge, job, options, num_top=num_top, num_prompt_top=num_prompt_top, make_reader=reader_of(body, edge))
+    answer = _Answer(edge, job, options, num_top=num_top, num_prompt_top=num_prompt_top, make_reader=make_reader)
     del body, read, text_request  # of megabytes perhaps, and the answer may take minutes
     if options.stream:
         return await open_stream(request, answer.events(), edge.ends)
@@ -53,8 +53,11 @@ async def answer_chat(edge: Edge, request: Request) -> Response:
     return await while_connected(request.receive, whole)
 
 
-def read_chat(body: Body, edge: Edge, num_top: int | None, request_id: str, arrived_s: float) -> TextRequest:
-    """The body as a TextRequest; a long one takes a while. Raises InvalidRequest naming the field."""
+def read_chat(
+    body: Body, edge: Edge, num_top: int | None, request_id: str, arrived_s: float
+) -> tuple[TextRequest, Callable[[], MessageReader]]:
+    """The body as a TextRequest, and what makes readers for its answers; a long one takes a while. Raises InvalidRequest naming
+    the field."""
     refuse_unserved(body, CHAT_FIELDS)
     offer, prompt = read_offer(body, edge), render_prompt(body, edge.tokenizer.chat)
     body.names["prompt"] = "messages"
@@ -66,7 +69,8 @@ def read_chat(body: Body, edge: Edge, num_top: int | None, request_id: str, arri
         raise InvalidRequest.of(name, f"must be at least 1; got {request.max_tokens}")
     body.refuse_misspelt()
     shown = () if offer is None else tuple(offer.hidden)
-    return replace(request, conversion=replace(request.conversion, shown=shown), arrived_s=arrived_s)
+    conversion = replace(request.conversion, shown=shown)
+    return replace(request, conversion=conversion, arrived_s=arrived_s), reader_of(body, offer)
 
 
 def _read_top_logprobs(body: Body) -> int | None:
