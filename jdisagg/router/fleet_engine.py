@@ -164,10 +164,10 @@ class FleetEngine:
     def health(self) -> Health:
         """Ready while some worker can take a request."""
         if self._draining:
-            return Health(healthy=True, ready=False, reason="draining")
+            return Health(reason="draining")
         if lacks := self.workers.fleet.usable(None).lacks:
-            return Health(healthy=True, ready=False, reason=self._with_turned_away(lacks))
-        return Health(healthy=True, ready=True)
+            return Health(reason=self._with_turned_away(lacks))
+        return Health()
 
     def _with_turned_away(self, reason: str) -> str:
         """Why nobody serves, and who would, were it of this model."""

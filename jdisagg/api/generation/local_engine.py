@@ -150,9 +150,8 @@ class LocalEngine:
         """Healthy while ticks end; ready when the role's own conditions hold as well."""
         for thread in (self._thread, *self._helpers):
             if reason := thread.unhealthy_reason(monotonic()):
-                return Health(healthy=False, ready=False, reason=reason)
-        reason = "draining" if self._draining else self._not_ready_reason()
-        return Health(healthy=True, ready=not reason, reason=reason)
+                return Health(healthy=False, reason=reason)
+        return Health(reason="draining" if self._draining else self._not_ready_reason())
 
     async def debug_state(self) -> dict[str, Any]:
         """The engine's snapshot, with those of its helpers if it has any."""

@@ -15,16 +15,15 @@ from jdisagg.core.requests import EngineRequest, Output
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Health:
-    """`healthy`: the engine thread turns over. `ready`: a request would be served now. `reason` says why not."""
+    """`healthy`: the engine thread turns over. `reason`: why no request would be served now; "" = one would."""
 
-    healthy: bool
-    ready: bool
+    healthy: bool = True
     reason: str = ""
 
     @property
     def serves(self) -> bool:
         """What /ready and grpc.health.v1 say."""
-        return self.healthy and self.ready
+        return not self.reason
 
 
 class Enough(Exception):

@@ -53,7 +53,7 @@ class FakeEngine:
         self.live: set[str] = set()
         self.cancelled: list[str] = []
         self.had_enough: list[str] = []  # of the cancelled ones
-        self.state = Health(healthy=True, ready=True)
+        self.state = Health()
 
     async def first_card(self, deadline_s: float) -> ModelCard:
         """See TokenEngine."""

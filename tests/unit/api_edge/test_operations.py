@@ -31,10 +31,10 @@ def test_health_and_readiness_say_why_not(tokenizer: Tokenizer) -> None:
         async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
             assert (await http.get("/health")).status_code == 200
             assert (await http.get("/ready")).status_code == 200
-            engine.state = Health(healthy=True, ready=False, reason="no usable prefill worker")
+            engine.state = Health(reason="no usable prefill worker")
             assert (await http.get("/health")).status_code == 200
             assert (await http.get("/ready")).json() == {"status": "not ready", "reason": "no usable prefill worker"}
-            engine.state = Health(healthy=False, ready=True, reason="no tick for 7 s")
+            engine.state = Health(healthy=False, reason="no tick for 7 s")
             assert (await http.get("/health")).status_code == 503
             assert [(await http.request(method, "/ping")).status_code for method in ("GET", "POST")] == [503, 503]
             assert (await http.get("/ready")).status_code == 503

@@ -90,7 +90,7 @@ class Everything:
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetService(self.fleet.workers, CALM), server)
         admin = AdminService(drain=self._drain, stats=self._stats, reset_prefix_cache=self._reset)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
-        self.health = HealthReporter(server, (), lambda: Health(healthy=True, ready=True))
+        self.health = HealthReporter(server, (), Health)
         self.address = channels.bind(server)
 
     async def _drain(self, deadline_s: float) -> int:

@@ -21,7 +21,7 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 
 def test_a_watcher_that_takes_nothing_keeps_nobody_from_the_truth_and_no_drain_from_going_on() -> None:
     async def body() -> None:
-        status = Health(healthy=True, ready=True)
+        status = Health()
         server = channels.make_server()
         reporter = HealthReporter(server, (), lambda: status)
         address = channels.bind(server)
@@ -34,10 +34,10 @@ def test_a_watcher_that_takes_nothing_keeps_nobody_from_the_truth_and_no_drain_f
                 watch = stub.Watch(health_pb2.HealthCheckRequest())
                 assert (await watch.read()).status == SERVING
                 await deaf.until(HEADERS)  # which pass where messages may not
-                status = Health(healthy=True, ready=False, reason="draining")
+                status = Health(reason="draining")
                 assert (await watch.read()).status == NOT_SERVING
                 assert (await stub.Check(health_pb2.HealthCheckRequest())).status == NOT_SERVING
-                status = Health(healthy=True, ready=True)
+                status = Health()
                 assert (await watch.read()).status == SERVING
                 await reporter.close()
                 assert (await watch.read()).status == NOT_SERVING
@@ -53,7 +53,7 @@ def test_a_watcher_that_takes_nothing_keeps_nobody_from_the_truth_and_no_drain_f
 def test_a_service_that_is_not_served_is_unknown() -> None:
     async def body() -> None:
         server = channels.make_server()
-        reporter = HealthReporter(server, ("jdisagg.v1.WorkerService",), lambda: Health(healthy=True, ready=True))
+        reporter = HealthReporter(server, ("jdisagg.v1.WorkerService",), Health)
         address = channels.bind(server)
         await server.start()
         await reporter.start()
@@ -88,7 +88,7 @@ def test_health_that_cannot_be_told_is_not_serving_until_it_can(
         def status() -> Health:
             if fails[0]:
                 raise KeyError("our bug")
-            return Health(healthy=True, ready=True)
+            return Health()
 
         server = channels.make_server()
         reporter = HealthReporter(server, (), status)
@@ -114,7 +114,7 @@ def test_health_that_cannot_be_told_is_not_serving_until_it_can(
 
 def test_grpc_health_follows_the_engine_within_a_second_and_reflection_lists_services():
     async def body() -> None:
-        status = Health(healthy=True, ready=True)
+        status = Health()
         server = channels.make_server()
         reporter = HealthReporter(server, ("jdisagg.v1.WorkerService",), lambda: status)
         address = channels.bind(server)
@@ -135,9 +135,9 @@ def test_grpc_health_follows_the_engine_within_a_second_and_reflection_lists_ser
 
         assert await serving()
         assert await serving("")
-        status = Health(healthy=True, ready=False, reason="draining")
+        status = Health(reason="draining")
         assert await turns(False) < 1.0
-        status = Health(healthy=True, ready=True)
+        status = Health()
         assert await turns(True) < 1.0
         call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
             iter([reflection_pb2.ServerReflectionRequest(list_services="")])

@@ -37,7 +37,7 @@ class Servicer(generation_pb2_grpc.GenerationServiceServicer):
 async def serving() -> AsyncIterator[grpc.aio.Channel]:
     server = make_server()
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(Servicer(), server)
-    HealthReporter(server, (), lambda: Health(healthy=True, ready=True))
+    HealthReporter(server, (), Health)
     address = bind(server)
     await server.start()
     channel = open_channel(address)
