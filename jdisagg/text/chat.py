@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from io import StringIO
@@ -46,6 +47,16 @@ class _GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+@dataclass(frozen=True)
+class _Known:
+    """A template, and what is known of it."""
+
+    template: jinja2.Template
+    form: ContentForm
+    knows_developers: bool  # others would leave theirs out
+    shows_later_systems: bool
+
+
 class ChatTemplate:
     """A model's compiled template, or the two of a model that has its own for tools, and the special tokens they may name."""
 
@@ -62,39 +73,28 @@ class ChatTemplate:
         self.has_two = tool_source is not None
         of_tools = source if tool_source is None else tool_source
         try:
-            self._template = environment.from_string(source)
-            self._tool_template = self._template if tool_source is None else environment.from_string(tool_source)
+            self._plain = self._known(environment, source)
+            self._of_tools = self._plain if tool_source is None else self._known(environment, tool_source, tools=_PROBE_TOOLS)
             self.shows_tools = "tools" in meta.find_undeclared_variables(environment.parse(of_tools))
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
-        both = ((self._template, source), (self._tool_template, of_tools))
-        self._of_developers = [template for template, text in both if "developer" in text]  # others would leave theirs out
-        self._form = self._tool_form = find_form(partial(self._fill, self._template))
-        if tool_source is not None:
-            self._tool_form = find_form(partial(self._fill, self._tool_template, tools=_PROBE_TOOLS))
-        of_both = ((self._template, self._form), (self._tool_template, self._tool_form))
-        self._of_later_systems = [one for one, form in of_both if shows_all_systems(partial(self._fill, one), form)]
 
     def is_text_shown(self, *, of_tools: bool) -> bool:
         """Whether, of a conversation that was tried, text was seen in the prompt; `of_tools`: where tools are offered."""
-        return (self._tool_form if of_tools else self._form) is not ContentForm.UNKNOWN
+        return (self._of_tools if of_tools else self._plain).form is not ContentForm.UNKNOWN
 
     def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        **variables: Any,
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
     ) -> str:
-        """The prompt text. The content of a message is a string or a list of text parts; the template gets it in the form that
-        it reads. Raises InvalidRequest when the template refuses the messages."""
-        template, form = (self._template, self._form) if tools is None else (self._tool_template, self._tool_form)
-        given = [in_form(form, dict(message)) for message in messages]
-        fill = partial(self._fill, template, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
-        if template in self._of_developers or not has_developer(given):
+        """The prompt text, with `add_generation_prompt` unless the `variables` say otherwise. The content of a message is a
+        string or a list of text parts; the template gets it in the form that it reads. Raises InvalidRequest when the template
+        refuses the messages."""
+        known = self._plain if tools is None else self._of_tools
+        given = [in_form(known.form, dict(message)) for message in messages]
+        fill = partial(self._fill, known.template, tools=tools, **variables)
+        if known.knows_developers or not has_developer(given):
             return fill(given)
-        if template not in self._of_later_systems:
+        if not known.shows_later_systems:
             return fill(as_one_system(given))
         try:
             return fill(as_systems(given))
@@ -103,6 +103,12 @@ class ChatTemplate:
                 return fill(as_one_system(given))
             raise
 
+    def _known(self, environment: jinja2.Environment, source: str, **probe: Any) -> _Known:
+        """Compiled, and tried with these variables."""
+        template = environment.from_string(source)
+        form = find_form(partial(self._fill, template, **probe))
+        return _Known(template, form, "developer" in source, shows_all_systems(partial(self._fill, template), form))
+
     def _fill(
         self,
         template: jinja2.Template,
@@ -110,7 +116,6 @@ class ChatTemplate:
         /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
         """`render` with the messages as they are."""
@@ -119,8 +124,7 @@ class ChatTemplate:
                 messages=messages,
                 tools=tools,
                 documents=None,  # nothing serves them; templates ask
-                add_generation_prompt=add_generation_prompt,
-                **(self._special_tokens | variables | {_ROOM: _Room()}),
+                **({"add_generation_prompt": True} | self._special_tokens | variables | {_ROOM: _Room()}),
             )
         except (jinja2.TemplateError, *_STUMBLES) as error:
             told = f"the model's chat template refuses these messages: {error}"
