@@ -69,19 +69,19 @@ class EventStream(Response):
     async def _send_all(self, send: Send, request_id: str) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            await _send_data(send, _encode(self._first))
+            await _send_event(send, self._first)
             async for event in self._rest:
-                await _send_data(send, _encode(event))
+                await _send_event(send, event)
         except JdisaggError as error:
-            await _send_data(send, _encode(error_object(error)))
+            await _send_event(send, error_object(error))
         except OSError:
             raise
         except Exception as error:  # noqa: BLE001  # a bug of ours: the client is told that its answer is not whole
             self._ends.failed(error)
             self._ends.tell("request %s: its stream failed", request_id, error)
-            await _send_data(send, _encode(error_object(JdisaggError("internal error; the server's log has the details"))))
+            await _send_event(send, error_object(JdisaggError("internal error; the server's log has the details")))
         else:
-            await _send_data(send, b"data: [DONE]\n\n")
+            await _send_event(send, b"[DONE]")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -96,10 +96,7 @@ async def open_stream(request: Request, events: AsyncGenerator[Event], ends: End
     return EventStream(first, events, ends)
 
 
-async def _send_data(send: Send, data: bytes) -> None:
+async def _send_event(send: Send, event: Event) -> None:
     """Takes as long as the client does; `server` hangs up on one that takes nothing."""
-    await send({"type": "http.response.body", "body": data, "more_body": True})
-
-
-def _encode(event: Event) -> bytes:
-    return b"data: %b\n\n" % (event if isinstance(event, bytes) else encode_event(event))
+    data = event if isinstance(event, bytes) else encode_event(event)
+    await send({"type": "http.response.body", "body": b"data: %b\n\n" % data, "more_body": True})
