@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.http.body import Body
 from jdisagg.api.http.call_grammars import call_head
-from jdisagg.api.http.shapes import call_part, whole_calls
 from jdisagg.api.http.tools import may_call, read_forced, read_functions
 from jdisagg.core.metrics import CALLED, CUT, FORCED, TEXT, UNREAD
 from jdisagg.core.requests import FinishReason
@@ -85,9 +85,10 @@ class CallsReader:
         return CUT if self._is_cut() else CALLED if self._index >= 0 else TEXT
 
     def message(self, text: str) -> dict[str, Any]:
-        """`content` and, where there are some or have to be, `tool_calls` of an answer that is `text`."""
+        """`content` and, where there are some or have to be, `tool_calls` of an answer that is `text`; the last one's arguments
+        may lack their end."""
         news = self.news(text, is_last=True)
-        calls = whole_calls(news.get("tool_calls", ()))
+        calls = [{name: value for name, value in part.items() if name != "index"} for part in news.get("tool_calls", ())]
         content = news.get("content", self.nothing)
         return {"content": content or None, "tool_calls": calls} if calls or self._offer.is_forced else {"content": content}
 
@@ -124,7 +125,7 @@ class CallsReader:
             elif isinstance(piece, Argued):
                 arguments.setdefault(self._index, []).append(piece.text)
         shown = filter(self._is_shown, arguments)
-        return [call_part(index, "".join(arguments[index]), names.get(index)) for index in shown]
+        return [_part(index, "".join(arguments[index]), names.get(index)) for index in shown]
 
 
 MessageReader = TextReader | CallsReader
@@ -135,3 +136,11 @@ def reader_of(body: Body, offer: Offer | None) -> Callable[[], MessageReader]:
     if offer is not None:
         return partial(CallsReader, offer)
     return partial(TextReader, UNREAD if may_call(body) else None)  # calls in a format that is not known stay text
+
+
+def _part(index: int, arguments: str, name: str | None) -> dict[str, Any]:
+    """Of call `index` of a message, as streams have it; the first one has its name."""
+    if name is None:
+        return {"index": index, "function": {"arguments": arguments}}
+    call = {"name": name, "arguments": arguments}
+    return {"index": index, "id": f"call_{uuid4().hex}", "type": "function", "function": call}

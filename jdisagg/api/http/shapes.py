@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
-from uuid import uuid4
 
 from jdisagg.api.generation.choice import ScoredToken, Transcript, Usage
 from jdisagg.core.fleet import ModelCard
@@ -44,19 +43,6 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
-
-
-def call_part(index: int, arguments: str, name: str | None = None) -> dict[str, Any]:
-    """A part of call `index` of a message, as streams have it; the first one has its name."""
-    if name is None:
-        return {"index": index, "function": {"arguments": arguments}}
-    call = {"name": name, "arguments": arguments}
-    return {"index": index, "id": f"call_{uuid4().hex}", "type": "function", "function": call}
-
-
-def whole_calls(parts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The calls of a whole answer, of which `parts` are one each; the last one's arguments may lack their end."""
-    return [{name: value for name, value in part.items() if name != "index"} for part in parts]
 
 
 def completion_logprobs(
