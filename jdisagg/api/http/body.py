@@ -54,6 +54,11 @@ class Body:
         self._known.add(name)
         return self._fields.get(name)
 
+    def said(self, name: str) -> Any:
+        """As `get`; of an object what is null is absent, too."""
+        value = self.get(name)
+        return {key: inner for key, inner in value.items() if inner is not None} if isinstance(value, dict) else value
+
     def refuse_misspelt(self, *others: str) -> None:
         """When everything was read: raises InvalidRequest for a field that nobody asked for and that looks like one, but is
         none of `others`. Of many unknown ones the first few are looked at."""

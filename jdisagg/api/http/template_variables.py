@@ -42,7 +42,7 @@ def _given(body: Body) -> dict[str, Any]:
 
 def _effort(body: Body) -> str | None:
     """`reasoning_effort`, or `reasoning` as OpenAI's Responses and OpenRouter write it."""
-    effort, inner = body.get("reasoning_effort"), _inner(body, "reasoning")
+    effort, inner = body.get("reasoning_effort"), body.said("reasoning")
     if effort is not None and effort not in EFFORTS:
         raise wrong_type("reasoning_effort", f"one of {', '.join(EFFORTS)}", effort)
     if isinstance(inner, dict) and inner.get("exclude") is False:
@@ -82,7 +82,7 @@ def _boolean(body: Body, name: str) -> bool | None:
 
 def _kind(body: Body) -> bool | None:
     """`thinking` as DeepSeek, Zhipu and Volcengine have it."""
-    match _inner(body, "thinking"):
+    match body.said("thinking"):
         case None | "":
             return None
         case {"type": str(kind), **others} if kind in KINDS and not others:
@@ -91,9 +91,3 @@ def _kind(body: Body) -> bool | None:
             return None
         case other:
             raise wrong_type("thinking", f"an object of type alone, one of {', '.join(KINDS)}", other)
-
-
-def _inner(body: Body, name: str) -> Any:
-    """What in it is null is absent."""
-    value = body.get(name)
-    return {key: inner for key, inner in value.items() if inner is not None} if isinstance(value, dict) else value

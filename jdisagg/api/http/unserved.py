@@ -133,17 +133,13 @@ def refuse_unserved(body: Body, table: tuple[Unserved, ...]) -> None:
     """Raises InvalidRequest for the first field of `table` that the body asks something of."""
     for entry in table:
         for name in entry.names:
-            value = _without_null(body.get(name))
-            if not is_one_of(value, entry.nothing) and not is_one_of(value, _said(body, entry.same_as)):
+            value = body.said(name)
+            if not is_one_of(value, entry.nothing) and not is_one_of(value, _first_of(body, entry.same_as)):
                 raise InvalidRequest.of(f"{body.where}{name}", entry.why)
 
 
-def _said(body: Body, names: tuple[str, ...]) -> tuple[Any, ...]:
+def _first_of(body: Body, names: tuple[str, ...]) -> tuple[Any, ...]:
     return tuple(value for name in names if (value := body.get(name)) is not None)[:1]
-
-
-def _without_null(value: Any) -> Any:
-    return {name: inner for name, inner in value.items() if inner is not None} if isinstance(value, dict) else value
 
 
 def is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
