@@ -31,11 +31,6 @@ def without(words: Iterable[str]) -> Grammar:
     return Grammar(GrammarKind.BAD_WORDS, json.dumps(list(words), ensure_ascii=False, separators=(",", ":")))
 
 
-def literal(text: str) -> str:
-    """A regular expression of it alone."""
-    return "".join(char if char.isalnum() or char in " _" else f"\\x{{{ord(char):x}}}" for char in text)
-
-
 @dataclass(frozen=True)
 class TokenTexts:
     """What each token of a vocabulary writes."""

@@ -25,7 +25,6 @@ from jdisagg.api.http.unserved import OFF, is_one_of
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.json_values import MAX_DEPTH, is_too_deep
 from jdisagg.core.requests import Grammar, GrammarKind
-from jdisagg.text.bad_words import literal
 from jdisagg.text.schema_comments import uncommented
 
 MAX_CHOICES = 1000
@@ -181,7 +180,12 @@ def _choice(body: Body, name: str) -> Grammar | None:
         raise InvalidRequest.of(name, f"may hold at most {MAX_CHOICES} strings; got {len(value)}")
     if sum(map(len, value)) > MAX_GRAMMAR_BYTES:  # written as an expression it is no shorter, and each character takes a step
         raise _too_long(name)
-    return Grammar(GrammarKind.REGEX, "|".join(map(literal, value)))
+    return Grammar(GrammarKind.REGEX, "|".join(map(_literal, value)))
+
+
+def _literal(text: str) -> str:
+    """A regular expression of it alone."""
+    return "".join(char if char.isalnum() or char in " _" else f"\\x{{{ord(char):x}}}" for char in text)
 
 
 def _tokens(body: Body, name: str) -> Grammar | None:

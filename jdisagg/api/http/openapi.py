@@ -7,15 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jdisagg.api.generation.intake import (
-    MAX_BAD_LENGTH,
-    MAX_BAD_WORDS,
-    MAX_CACHE_SALT,
-    MAX_N,
-    MAX_SEQUENCES,
-    MAX_STOP_LENGTH,
-    MAX_STOP_STRINGS,
-)
+from jdisagg.api.generation.intake import MAX_CACHE_SALT, MAX_N, MAX_SEQUENCES, MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from jdisagg.api.generation.sampling_bounds import MAX_GRAMMAR_BYTES, MAX_LOGIT_BIAS, NUMBERS
 from jdisagg.api.http.grammars import MAX_ALLOWED, MAX_CHOICES
 from jdisagg.api.http.parameters import SIDES
@@ -23,6 +15,7 @@ from jdisagg.api.http.request_id import MAX_NAME
 from jdisagg.api.http.template_variables import EFFORTS, KINDS
 from jdisagg.api.http.tokens import MAX_CHARACTERS, MAX_TOKENS
 from jdisagg.core.requests import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
+from jdisagg.text.bad_words import MAX_BAD_LENGTH, MAX_BAD_WORDS
 
 _INTEGER, _STRING, _BOOLEAN = ({"type": kind} for kind in ("integer", "string", "boolean"))
 _INT32_MAX = 2**31 - 1

@@ -7,8 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from jdisagg.api.generation.intake import MAX_BAD_LENGTH, MAX_BAD_WORDS
-from jdisagg.text.bad_words import without
+from jdisagg.text.bad_words import MAX_BAD_LENGTH, MAX_BAD_WORDS, without
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, run, serving
 

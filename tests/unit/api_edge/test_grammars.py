@@ -230,7 +230,7 @@ def test_a_schema_is_bounded_by_its_bytes_however_it_is_written(name: str) -> No
 def test_choices_that_are_too_long_are_refused_before_they_are_written(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
     most = ["a" * (MAX_GRAMMAR_BYTES // 2), "b" * (MAX_GRAMMAR_BYTES // 2)]
     assert read_grammar(Body(fields(field, most))) is not None
-    monkeypatch.setattr(grammars, "literal", lambda _: pytest.fail("written"))
+    monkeypatch.setattr(grammars, "_literal", lambda _: pytest.fail("written"))
     for value in ([*most, "c"], ["!" * (MAX_GRAMMAR_BYTES + 1)]):
         with pytest.raises(InvalidRequest, match=f"{field}: may have at most {MAX_GRAMMAR_BYTES} bytes; shorten it") as caught:
             read_grammar(Body(fields(field, value)))
