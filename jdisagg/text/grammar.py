@@ -97,7 +97,7 @@ class Vocabulary:
     tokenizer_json: str
     size: int
     eos_token_ids: tuple[int, ...]
-    special_ids: tuple[int, ...] = ()  # of tokens that are no text, beside those
+    special_ids: tuple[int, ...]  # of tokens that are no text, beside those
 
 
 @dataclass(eq=False)

@@ -41,7 +41,7 @@ class Room(Enum):
 class Crowd:
     """Of one server. Lives on its event loop."""
 
-    def __init__(self, on_refused: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, on_refused: Callable[[], object]) -> None:
         """`on_refused`: called for each connection that is."""
         self._on_refused = on_refused
         self._seldom = Seldom(TOLD_EVERY_S)

@@ -45,9 +45,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
-def completion_logprobs(
-    tokenizer: Tokenizer, tokens: Sequence[ScoredToken], num_top: int, *, as_ids: bool = False
-) -> dict[str, Any]:
+def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[ScoredToken], num_top: int, *, as_ids: bool) -> dict[str, Any]:
     """`logprobs` of /v1/completions: four parallel lists. Alternatives that spell the same text keep the likelier one.
     `as_ids`: tokens are named by their ids."""
     name = _id_name if as_ids else tokenizer.token_text
@@ -59,7 +57,7 @@ def completion_logprobs(
     }
 
 
-def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[ScoredToken], num_top: int, *, as_ids: bool = False) -> dict[str, Any]:
+def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[ScoredToken], num_top: int, *, as_ids: bool) -> dict[str, Any]:
     """`logprobs` of /v1/chat/completions; `as_ids` as in `completion_logprobs`."""
     entry = partial(_entry, tokenizer, as_ids)
     content = [

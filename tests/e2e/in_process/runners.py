@@ -46,7 +46,7 @@ def grammars() -> Grammars:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = tokenizers.decoders.ByteLevel()  # type: ignore[assignment]
     tokenizer.add_special_tokens(["<eos>"])
-    return Grammars(Vocabulary(tokenizer.to_str(), VOCAB, (0,)))
+    return Grammars(Vocabulary(tokenizer.to_str(), VOCAB, (0,), ()))
 
 
 def build_runner(

@@ -40,7 +40,7 @@ def tokenizer() -> Tokenizer:
 
 @cache
 def grammars() -> Grammars:
-    return Grammars(Vocabulary(tokenizer().to_json(), VOCAB, (EOS,)))
+    return Grammars(Vocabulary(tokenizer().to_json(), VOCAB, (EOS,), ()))
 
 
 def driver(numerics: Numerics = Numerics.FAST, *, served: bool = True, max_num_seqs: int = 4) -> Driver:

@@ -337,7 +337,7 @@ def test_an_engine_of_which_nothing_is_kept_compiles_each_time() -> None:
 @pytest.mark.parametrize("text", ["", "{}", "[", '{"model": {"type": "BPE"}}'])
 def test_a_tokenizer_that_cannot_be_read_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError):
-        Grammars(Vocabulary(text, 10, (1,)))
+        Grammars(Vocabulary(text, 10, (1,), ()))
 
 
 def test_the_table_of_those_held_is_read_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
