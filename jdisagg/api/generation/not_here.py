@@ -6,7 +6,7 @@ import grpc
 import grpc.aio
 
 from jdisagg.api.status_details import end_call
-from jdisagg.v1 import generation_pb2, generation_pb2_grpc
+from jdisagg.v1 import generation_pb2_grpc
 
 ASK_ELSEWHERE = "this is a prefill worker; ask a decode worker or the router"
 
@@ -14,14 +14,7 @@ ASK_ELSEWHERE = "this is a prefill worker; ask a decode worker or the router"
 class NotHere(generation_pb2_grpc.GenerationServiceServicer):
     """Every method ends with UNIMPLEMENTED."""
 
-    async def Generate(self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-        """Not here."""
+    async def _refuse(self, request: object, context: grpc.aio.ServicerContext) -> None:
         end_call(context, grpc.StatusCode.UNIMPLEMENTED, ASK_ELSEWHERE)
 
-    async def Abort(self, request: generation_pb2.AbortRequest, context: grpc.aio.ServicerContext) -> None:
-        """Not here."""
-        end_call(context, grpc.StatusCode.UNIMPLEMENTED, ASK_ELSEWHERE)
-
-    async def GetModel(self, request: generation_pb2.GetModelRequest, context: grpc.aio.ServicerContext) -> None:
-        """Not here."""
-        end_call(context, grpc.StatusCode.UNIMPLEMENTED, ASK_ELSEWHERE)
+    Generate = Abort = GetModel = _refuse
