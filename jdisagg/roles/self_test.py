@@ -6,7 +6,7 @@ import queue
 from secrets import token_hex
 from time import monotonic
 
-from jdisagg.core.errors import Unavailable
+from jdisagg.core.errors import ConfigError, NumericalError, SelfTestFailed
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, SamplingParams
 from jdisagg.roles.engine_thread import EngineThread
 
@@ -15,8 +15,11 @@ REQUEST_ID = "self-test"
 
 
 def self_test(engine: EngineThread) -> None:
-    """Run it and wait. Raises Unavailable when the loop does not bring it to its end. Its prefix-cache salt is nobody else's:
-    a decode worker computes none of its KV."""
+    """Run it and wait. Its prefix-cache salt is nobody else's: a decode worker computes none of its KV.
+
+    Raises ConfigError for a checkpoint that holds NaN, as it does at the next start, else SelfTestFailed when the loop does not
+    bring it to its end.
+    """
     outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
     request = EngineRequest(
         request_id=REQUEST_ID,
@@ -35,8 +38,9 @@ def self_test(engine: EngineThread) -> None:
         try:
             output = outputs.get(timeout=TIMEOUT_S)
         except queue.Empty:
-            raise Unavailable(f"the self-test did not finish within {TIMEOUT_S:.0f} s") from None
+            raise SelfTestFailed(f"the self-test did not finish within {TIMEOUT_S:.0f} s") from None
         if output.error is not None:
-            raise Unavailable(f"the self-test failed: {output.error.message}") from output.error
+            kind = ConfigError if isinstance(output.error, NumericalError) else SelfTestFailed
+            raise kind(f"the self-test failed: {output.error.message}") from output.error
         if output.finish in (FinishReason.LENGTH, FinishReason.STOP):
             return

@@ -19,10 +19,8 @@ from jdisagg.api.listening import listen
 from jdisagg.api.tasks import cancel_and_wait
 from jdisagg.core.config import Config
 from jdisagg.core.drill import HOOKS_VARIABLE
-from jdisagg.core.errors import ConfigError, NumericalError, SelfTestFailed, Unavailable
 from jdisagg.core.metrics import GRPC_PORT, HTTP_PORT, Metrics
 from jdisagg.models.resolve import resolve_model
-from jdisagg.roles.engine_thread import EngineThread
 from jdisagg.roles.self_test import self_test
 from jdisagg.roles.watchdog import Watchdog
 from jdisagg.serve.accepting import end_when_nobody_accepts
@@ -73,7 +71,7 @@ async def serve(config: Config, process: Process) -> int:
     edges = Edges(config, deployment, text=text, address=public, server=grpc_server, front=front)
     process.dump_with(edges.engine.debug_state)
     for engine in deployment.engines:
-        await process.unless_stopped(asyncio.to_thread(_check, engine))
+        await process.unless_stopped(asyncio.to_thread(self_test, engine))
     deployment.compiles_are_over()
     timeout_s, dead_after_s = config.device.step_timeout_s, config.transfer.dead_after_s
     watchdog = Watchdog(list(deployment.engines), timeout_s, dead_after_s=dead_after_s)
@@ -106,15 +104,6 @@ async def serve(config: Config, process: Process) -> int:
     await asyncio.to_thread(deployment.stop)
     log.info("stopped")
     return 0
-
-
-def _check(engine: EngineThread) -> None:
-    """The self-test. Raises ConfigError for a checkpoint that holds NaN, as it does at the next start, else SelfTestFailed."""
-    try:
-        self_test(engine)
-    except Unavailable as error:
-        kind = ConfigError if isinstance(error.__cause__, NumericalError) else SelfTestFailed
-        raise kind(error.message) from error
 
 
 def _install_test_hooks(deployment: Deployment) -> None:

@@ -25,11 +25,11 @@ from jdisagg.roles.engine_loop import EngineLoop
 from jdisagg.roles.inbox import Inbox, Submit
 from jdisagg.roles.observer import TickObserver
 from jdisagg.roles.pipeline import StepPipeline
+from jdisagg.roles.self_test import self_test
 from jdisagg.roles.streams import Streams
 from jdisagg.roles.unified import UnifiedRole
 from jdisagg.sched.plan import PageTable
 from jdisagg.sched.scheduler import Scheduler
-from jdisagg.serve import worker
 from jdisagg.serve.build import build_deployment
 from jdisagg.transfer.base import Piece
 from tests.e2e.tiny_model import make_tiny_model
@@ -257,7 +257,7 @@ def test_a_checkpoint_with_a_nan_never_serves_and_says_where_it_is(tensor: str, 
         deployment = build_deployment(config, Metrics(), "w", runner.get_loop(), crashes.append)
         try:
             with pytest.raises(ConfigError, match="the self-test failed: .*" + wanted) as refused:
-                worker._check(deployment.front)
+                self_test(deployment.front)
             assert refused.value.exit_status == 2, "the next start would find it, too"
         finally:
             deployment.stop()

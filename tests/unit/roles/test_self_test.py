@@ -1,4 +1,4 @@
-"""What a worker makes of the self-test of its engine."""
+"""What a start makes of the self-test of its engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from jdisagg.core.errors import ConfigError, DeadlineExceeded, NumericalError, R
 from jdisagg.core.requests import EngineRequest, FinishReason, Output
 from jdisagg.roles import self_test
 from jdisagg.roles.engine_thread import EngineThread
-from jdisagg.serve import worker
 
 
 class Engine:
@@ -46,10 +45,10 @@ def test_a_self_test_that_fails_ends_a_start_in_one_line_and_for_good_where_the_
 ) -> None:
     monkeypatch.setattr(self_test, "TIMEOUT_S", 0.1)
     with pytest.raises(ConfigError, match=text) as refused:
-        worker._check(cast(EngineThread, cast(Any, Engine(*outputs))))
+        self_test.self_test(cast(EngineThread, cast(Any, Engine(*outputs))))
     assert refused.value.exit_status == status
 
 
 def test_a_self_test_that_passes_says_nothing() -> None:
     done = Output(request_id="self-test", token_ids=(5,), finish=FinishReason.LENGTH)
-    worker._check(cast(EngineThread, cast(Any, Engine(done))))
+    self_test.self_test(cast(EngineThread, cast(Any, Engine(done))))
