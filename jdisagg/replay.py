@@ -192,7 +192,9 @@ def _read_call(number: int, line: Any) -> _Call:
         if call == "add":
             _ = args[0].request_id
         return call, args, {key: decode(value) for key, value in line["kwargs"].items()}
-    except (LookupError, TypeError, AttributeError) as error:
+    except DamagedLog:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise DamagedLog(number, f"not a call of a scheduler: {type(error).__name__}: {error}") from error
 
 

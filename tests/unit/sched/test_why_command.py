@@ -73,6 +73,9 @@ def test_a_damaged_log_is_told_up_to_the_line_that_is_named(tmp_path: Path, caps
         "'__class__' is no call": '{"call":"__class__","args":[],"kwargs":{}}\n',
         "KeyError": '{"call":"schedule"}\n',
         "unknown type 'Unheard'": '{"call":"commit","args":[{"$":"Unheard"},0.0],"kwargs":{}}\n',
+        "'unheard' is not a valid FinishReason": (
+            '{"call":"commit","args":[{"$":"FinishReason","value":"unheard"},0.0],"kwargs":{}}\n'
+        ),
         "schedule without a time": '{"call":"schedule","args":[],"kwargs":{}}\n',
         "at_s is 'soon'": '{"call":"drain","args":[],"kwargs":{},"at_s":"soon"}\n',
         "TypeError": "[1,2]\n",
