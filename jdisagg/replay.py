@@ -19,15 +19,10 @@ from typing import Any
 
 from jdisagg.core.errors import JdisaggError
 from jdisagg.sched.biography import Biography
-from jdisagg.sched.log import CALLS_WITH_TIME, LoggedScheduler
+from jdisagg.sched.log import CALLS, CALLS_WITH_TIME, LoggedScheduler
 from jdisagg.sched.log_codec import decode, encode
 
 _NUM_NEAREST = 5
-_NO_MORE = "exact_rows"  # a size that logs of older workers have, and that changed nothing
-_CALLS = CALLS_WITH_TIME | frozenset(
-    "commit remote_first_token kv_arrived peer_ready cancel fail park unpark take_reserved take_retracted compute_locally "
-    "fetch_first drain reset_prefix_cache".split()
-)
 _Call = tuple[str, tuple[Any, ...], dict[str, Any]]  # name, arguments
 
 
@@ -175,7 +170,7 @@ def _make_scheduler(number: int, line: dict[str, Any]) -> LoggedScheduler:
         raise DamagedLog(number, "not a schedule log: the first line must be the call of __init__")
     try:
         config = replace(decode(line["args"])[0], schedule_log=None)
-        return LoggedScheduler(config, **{key: decode(value) for key, value in line["kwargs"].items() if key != _NO_MORE})
+        return LoggedScheduler(config, **{key: decode(value) for key, value in line["kwargs"].items()})
     except (LookupError, TypeError, AttributeError, ValueError, JdisaggError) as error:
         raise DamagedLog(number, f"no scheduler can be made of it: {type(error).__name__}: {error}") from error
 
@@ -183,7 +178,7 @@ def _make_scheduler(number: int, line: dict[str, Any]) -> LoggedScheduler:
 def _read_call(number: int, line: Any) -> _Call:
     try:
         call, args = line["call"], decode(line["args"])
-        if call not in _CALLS or not isinstance(args, tuple):
+        if call not in CALLS or not isinstance(args, tuple):
             raise DamagedLog(number, f"{call!r} is no call of a scheduler")
         if call in CALLS_WITH_TIME and not (args and isinstance(args[-1], int | float)):
             raise DamagedLog(number, f"{call} without a time")

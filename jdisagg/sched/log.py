@@ -37,6 +37,10 @@ _log = logging.getLogger(__name__)
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 CALLS_WITH_TIME = frozenset({"add", "expire", "schedule"})  # their last argument
+CALLS = CALLS_WITH_TIME | frozenset(  # that are written
+    "commit remote_first_token kv_arrived peer_ready cancel fail park unpark take_reserved take_retracted compute_locally "
+    "fetch_first drain reset_prefix_cache".split()
+)
 
 
 def make_scheduler(config: SchedulerConfig, *, role: Role, **sizes: Any) -> Scheduler:

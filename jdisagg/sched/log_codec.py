@@ -30,7 +30,6 @@ _DATACLASSES: dict[str, type[Any]] = {
         *(EngineRequest, Grammar, Output, Provenance, SamplingParams, SchedulerConfig, TokenLogprob),
     )
 }
-_NO_MORE = {"StepResult": ("step_s",)}  # fields that logs of older workers have, and that changed nothing
 _ENUMS: dict[str, type[Enum]] = {cls.__name__: cls for cls in (FinishReason, GrammarKind, Role)}
 
 
@@ -64,7 +63,7 @@ def decode(value: Any) -> Any:
         return {decode(k): decode(v) for k, v in value["items"]}
     if name in _ENUMS:
         return _ENUMS[name](value["value"])
-    content = {key: decode(v) for key, v in value.items() if key != _TAG and key not in _NO_MORE.get(name, ())}
+    content = {key: decode(v) for key, v in value.items() if key != _TAG}
     if name in _DATACLASSES:
         return _DATACLASSES[name](**content)
     error = getattr(errors, name, None)

@@ -53,17 +53,6 @@ def test_a_log_replays_to_the_same_plans(log: Path, capsys: pytest.CaptureFixtur
     assert "all the same" in capsys.readouterr().out
 
 
-def test_a_log_of_an_older_worker_replays_though_it_says_what_changed_nothing(log: Path) -> None:
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    lines[0]["kwargs"]["exact_rows"] = 16
-    commits = [line for line in lines if line["call"] == "commit"]
-    for line in commits:
-        line["args"][0]["step_s"] = 0.25
-    report = replay(json.dumps(line) + "\n" for line in lines)
-    assert (report.difference, report.damage, report.num_calls) == (None, None, len(lines) - 1)
-    assert len(commits) > 10
-
-
 def test_a_prompt_that_was_refused_a_place_which_was_kept_for_others_is_refused_once_more_by_a_replay(tmp_path: Path) -> None:
     """A log knows no hand-offs: who decides by them says it in the call."""
     path = tmp_path / "schedule.jsonl"
