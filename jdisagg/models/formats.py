@@ -5,16 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.models.resolve import check_whole
+from jdisagg.models.resolve import check_whole, has_orbax
 from jdisagg.models.safetensors_files import has_safetensors
 
-ORBAX = "orbax"  # the folder of an Orbax checkpoint
 _OTHERS = ("*.bin", "*.gguf", "*.pth", "*.pt", "consolidated*.safetensors")
-
-
-def has_orbax(directory: Path) -> bool:
-    """True when `load_orbax` has something to read."""
-    return (directory / ORBAX).is_dir()
 
 
 def choose_format(wanted: str, directory: Path) -> str:

@@ -22,8 +22,8 @@ from jax.sharding import Mesh
 from jdisagg.core.errors import ConfigError
 from jdisagg.models.declare import Build, Declared, build, declarations, named_leaves
 from jdisagg.models.declare import Path as ParamPath
-from jdisagg.models.formats import ORBAX
 from jdisagg.models.host_parts import HostParts, slabs
+from jdisagg.models.resolve import ORBAX
 from jdisagg.models.sharding import param_sharding
 from jdisagg.models.spec import ModelSpec
 

@@ -20,10 +20,12 @@ from jdisagg.core.values import expand_home
 from jdisagg.text.tokenizer_files import added_id, read_tokenizer_config
 
 HUB_FILES = ("*.json", "*.jinja", "tokenizer.model")
-HUB_WEIGHTS = ("*.safetensors", "orbax/**")
+ORBAX = "orbax"  # the folder of an Orbax checkpoint
+HUB_WEIGHTS = ("*.safetensors", f"{ORBAX}/**")
 HUB_IGNORED = ("consolidated*", "original/*")  # the same weights once more, in their authors' form
 INDEX = "model.safetensors.index.json"  # of weights in several files
 ADAPTER = "adapter_config.json"  # of LoRA and its kin
+_OTHERS = ("adapter_", "consolidated")  # how names of files begin that are an adapter, or the model in another form
 _BUSY = frozenset((408, 429))  # what the Hub answers of itself, beside 5xx; other 4xx are of what it was asked
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -66,12 +68,19 @@ def has_weights(directory: Path) -> bool:
     """All the files of weights are there, as far as their index says: a download may have been cut off."""
     index = directory / INDEX
     if not index.is_file():
-        return (
-            any(not file.name.startswith("consolidated") for file in directory.glob("*.safetensors"))
-            or (directory / "orbax").is_dir()
-        )
+        return bool(weight_files(directory)) or has_orbax(directory)
     weight_map = read_object(index).get("weight_map")
     return isinstance(weight_map, dict) and all((directory / str(file)).is_file() for file in set(weight_map.values()))
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of the model itself, where no index names them."""
+    return sorted(file for file in directory.glob("*.safetensors") if not file.name.startswith(_OTHERS))
+
+
+def has_orbax(directory: Path) -> bool:
+    """True when `load_orbax` has something to read."""
+    return (directory / ORBAX).is_dir()
 
 
 def _check_access(directory: Path) -> None:

@@ -12,10 +12,9 @@ from safetensors import SafetensorError, safe_open
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.files import why
-from jdisagg.models.resolve import INDEX, read_object
+from jdisagg.models.resolve import INDEX, read_object, weight_files
 
 DERIVED = (".rotary_emb.inv_freq",)  # buffers in old checkpoints that follow from config.json
-_OTHERS = ("adapter_", "consolidated")  # how names of files begin that are an adapter, or the model in another form
 _QUANTIZED = re.compile(  # what GPTQ, AWQ, bitsandbytes, compressed-tensors and fp8 checkpoints call the parts of a weight
     r".*\.(qweight|qzeros|scales|g_idx|SCB|absmax|quant_map|weight_packed|weight_scale|weight_scale_inv|weight_zero_point)"
 )
@@ -24,13 +23,13 @@ _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 def has_safetensors(directory: Path) -> bool:
     """True when `load_safetensors` has something to read."""
-    return bool((directory / INDEX).is_file() or _weight_files(directory))
+    return bool((directory / INDEX).is_file() or weight_files(directory))
 
 
 def tensor_files(directory: Path) -> dict[str, Path]:
     """Name -> file of every tensor. Raises ConfigError for an unreadable file and an index that does not hold."""
     index, single = directory / INDEX, directory / "model.safetensors"
-    found = _indexed(index, single) if index.is_file() else _united([single] if single.is_file() else _weight_files(directory))
+    found = _indexed(index, single) if index.is_file() else _united([single] if single.is_file() else weight_files(directory))
     for name, file in found.items():
         if _QUANTIZED.fullmatch(name):
             raise ConfigError(f"{file}: {name} is part of a quantized weight, wanted unquantized weights")
@@ -104,10 +103,6 @@ def _united(files: list[Path]) -> dict[str, Path]:
 def _names(file: Path) -> frozenset[str]:
     with opened(file) as handle:
         return frozenset(handle.keys())
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    return sorted(file for file in directory.glob("*.safetensors") if not file.name.startswith(_OTHERS))
 
 
 def _beside(index: Path, file: object) -> str:

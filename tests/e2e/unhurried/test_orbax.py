@@ -20,9 +20,8 @@ from safetensors.numpy import save_file
 from jdisagg.core.config import ModelConfig
 from jdisagg.core.errors import ConfigError
 from jdisagg.models.declare import declarations
-from jdisagg.models.formats import has_orbax
 from jdisagg.models.load import load_model
-from jdisagg.models.resolve import read_config
+from jdisagg.models.resolve import has_orbax, read_config
 from jdisagg.models.sharding import make_mesh
 from jdisagg.models.spec import ModelSpec
 from tests.e2e.conftest import SMALL

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.models.resolve import INDEX
+from jdisagg.models.resolve import INDEX, has_weights
 from jdisagg.models.safetensors_files import has_safetensors, tensor_files
 
 ONE, TWO = {"x": np.zeros(2, np.float32)}, {"y": np.ones(2, np.float32)}
@@ -59,9 +59,11 @@ def test_adapters_and_copies_in_another_form_are_no_weights(directory: Path, nam
     (directory / INDEX).unlink()
     save_file({"z": np.zeros(2, np.float32)}, directory / name)
     assert tensor_files(directory).keys() == {"x", "y"}
+    assert has_weights(directory)
     for file in "ab":
         (directory / f"{file}.safetensors").unlink()
     assert not has_safetensors(directory)
+    assert not has_weights(directory), "the Hub is asked for the rest"
 
 
 def test_a_file_that_git_left_out_is_called_so(tmp_path: Path) -> None:
