@@ -71,7 +71,8 @@ def quiet_libtpu(environ: MutableMapping[str, str], pci: Path = PCI, dev: Path =
 
 def claim_chips(config: Config, environ: MutableMapping[str, str], tpu: TpuHost | None) -> Config:
     """Show libtpu the chips of `--devices` alone, where they are a part of the host's; returns the configuration with devices
-    as jax will count them. A user who chose by a variable is left alone. Raises ConfigError for chips that cannot be shown."""
+    as jax will count them. A user who chose by a variable is left alone. Raises ConfigError for a number of
+    chips that cannot be shown; whether those named form a block (1 to 4 of eight, say) only libtpu finds out."""
     wanted = config.device.devices
     if tpu is None or wanted is None or _chosen(environ) is not None:
         return config
@@ -103,7 +104,7 @@ def claim_chips(config: Config, environ: MutableMapping[str, str], tpu: TpuHost 
 
 def share_chips(tpu: TpuHost, devices: str | None, needs: Sequence[int], environ: Mapping[str, str]) -> list[str]:
     """`--devices` of workers that need so many devices each, out of the host's or those named; no two share a chip, and blocks
-    are aligned. Raises ConfigError when there are too few."""
+    are aligned, as far as the chips named are. Raises ConfigError when there are too few."""
     if (variable := _chosen(environ)) is not None:
         raise ConfigError(
             f"{variable} is set, and every worker of this fleet would see the same chips; unset it and give --devices"
