@@ -34,23 +34,7 @@ from jdisagg.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 EXIT_DONE, EXIT_NOT_DONE, EXIT_BAD_COMMAND = 0, 1, 2
 ANSWER_S = 5.0  # for an answer that waits for nothing
 MOST_WAIT_S = 86_400.0
-_HEADS = (
-    *(
-        "ROLE",
-        "ADDRESS",
-        "STATE",
-        "OF ROUTER",
-        "RUNNING",
-        "WAITING",
-        "FREE PAGES",
-        "MODEL",
-        "WEIGHTS",
-        "VERSION",
-        "UPTIME",
-        "HTTP",
-    ),
-    "WORKER",
-)
+_HEADS = "ROLE|ADDRESS|STATE|OF ROUTER|RUNNING|WAITING|FREE PAGES|MODEL|WEIGHTS|VERSION|UPTIME|HTTP|WORKER".split("|")
 _ROUTER = "127.0.0.1:9000"
 _UNKNOWN = "?"  # to a router, or of a worker, of an older version
 
