@@ -1,7 +1,6 @@
 """`python -m jdisagg.batch --input in.jsonl --output out.jsonl [--model MODEL [serve flags] [--disagg] | --server URL]`.
 
-Exit status: 0 done (failed requests are counted on stderr, they do not change it), 1 stopped early, or the engine could not be
-started now, its model not be fetched, say (the same command goes on from there), 2 a command that cannot be run.
+What its exit statuses mean is in the text of `--help` (`command.EPILOG`).
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ from jdisagg.batch.command import Command, parse_command
 from jdisagg.batch.finished import answered_by, check_finished, end_former_run, keep_answers
 from jdisagg.batch.journal import Journal, check_writable, left_journal
 from jdisagg.batch.lanes import Lanes, proxy_of
-from jdisagg.batch.progress import shown
+from jdisagg.batch.progress import say, shown
 from jdisagg.batch.runner import run_batch
-from jdisagg.batch.said import say
 from jdisagg.batch.sender import Sender, Served, served_model
 from jdisagg.batch.summary import Summary, summary
 from jdisagg.core.errors import ConfigError, JdisaggError, Unavailable

@@ -1,10 +1,4 @@
-"""Input lines of a batch: OpenAI batch lines, or a prompt with its parameters, one JSON object each.
-
-{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "def ", "max_tokens": 8}}
-{"prompt": "def ", "max_tokens": 8}
-{"token_ids": [1, 2, 3], "temperature": 0}
-{"messages": [{"role": "user", "content": "Hello"}]}
-"""
+"""Input lines of a batch: OpenAI batch lines, or a prompt with its parameters, one JSON object each (`command.EPILOG`)."""
 
 from __future__ import annotations
 

@@ -1,21 +1,27 @@
-"""How far a batch is, on stderr: a bar on a terminal, a line now and then in a log file."""
+"""What a batch says on stderr, and how far it is: a bar on a terminal, a line now and then in a log file."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import monotonic
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from jdisagg.batch.said import say
+from jdisagg.core.outlet import Outlet
 
 REPORT_EVERY_S = 30.0
 _REDRAW_EVERY_S = 1.0
 _SMOOTHING = 0.05  # of the bar's rate: about its last twenty redraws
 OnProgress = Callable[[int, int], object]  # (finished lines, how many of them failed)
+
+
+def say(text: str) -> None:
+    """One line. The disk behind stderr may be full, or nobody there to read it: the batch goes on all the same."""
+    with suppress(OSError):
+        Outlet(sys.stderr).write(f"jdisagg.batch: {text}\n")
 
 
 @contextmanager

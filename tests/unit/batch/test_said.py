@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from jdisagg.batch.said import say
+from jdisagg.batch.progress import say
 
 
 def test_a_pipe_that_is_full_and_that_nobody_reads_does_not_stop_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
