@@ -7,7 +7,7 @@ sharding, file format or platform, and no weight is read twice from disk.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import jax
@@ -24,14 +24,6 @@ from jdisagg.models.spec import ModelSpec
 
 _WEIGHTS = {"embed_tokens": "weights.embed", "layers": "weights.layers"}  # by the first part of a path; the rest is the head
 _SHOWN = 40  # characters of a value; a longer one ends in its hash
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fingerprint:
-    """`parts` say which of the things that `digest` was made of differ when it does."""
-
-    digest: str  # 32 hex digits
-    parts: Parts
 
 
 class WeightSums:
@@ -54,8 +46,9 @@ class WeightSums:
             yield group, f"{name} {np.sum(value, axis=0, dtype=np.uint32).tolist()}".encode()
 
 
-def fingerprint(spec: ModelSpec, sums: WeightSums, *, numerics: str) -> Fingerprint:
-    """Of a model with all its parameters in `sums`."""
+def fingerprint(spec: ModelSpec, sums: WeightSums, *, numerics: str) -> tuple[str, Parts]:
+    """Of a model with all its parameters in `sums`: 32 hex digits, and the parts that say which of the things they were made of
+    differ when they do."""
     digest = xxhash.xxh3_128()
     digest.update(repr((spec, numerics)).encode())
     weights = {group: xxhash.xxh3_64() for group in (*_WEIGHTS.values(), "weights.head")}
@@ -68,7 +61,7 @@ def fingerprint(spec: ModelSpec, sums: WeightSums, *, numerics: str) -> Fingerpr
         ("dtype", ", ".join(sorted(sums.dtypes))),
         *((group, part.hexdigest()) for group, part in weights.items()),
     )
-    return Fingerprint(digest=digest.hexdigest(), parts=parts)
+    return digest.hexdigest(), parts
 
 
 def _fields(name: str, value: Any) -> Iterator[tuple[str, str]]:

@@ -35,7 +35,6 @@ class LoadedModel:
     fingerprint: str  # equal on two workers that may pair
     fingerprint_parts: Parts = ()
     eos_token_ids: tuple[int, ...]
-    directory: Path
     dtype: str  # of parameters and activations
     kv_dtype: str  # of the KV cache
 
@@ -57,15 +56,14 @@ def load_model(config: ModelConfig, mesh: Mesh, *, seed: int) -> LoadedModel:
         "of them (--tensor-parallel-size), or see who else has their memory"
     ):
         params = _load(kind, directory, spec, mesh, assemble, dtype=dtype, seed=seed)
-        identity = fingerprint(spec, sums, numerics=_numerics(config.numerics, layer_loop))
+        digest, parts = fingerprint(spec, sums, numerics=_numerics(config.numerics, layer_loop))
     return LoadedModel(
         spec=spec,
         params=params,
         layer_loop=layer_loop,
-        fingerprint=identity.digest,
-        fingerprint_parts=identity.parts,
+        fingerprint=digest,
+        fingerprint_parts=parts,
         eos_token_ids=eos_token_ids(directory),
-        directory=directory,
         dtype=dtype,
         kv_dtype=kv_dtype,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -58,7 +57,6 @@ def load(dtype: str = "float32", tp: int = 1, kv_dtype: str | None = None, **con
         layer_loop=LayerLoop.UNROLLED,
         fingerprint="test",
         eos_token_ids=(0,),
-        directory=Path(),
         dtype=dtype,
         kv_dtype=kv_dtype or dtype,
     )

@@ -20,9 +20,10 @@ def load(directory: Path, *, tp: int = 1, seed: int = 0, **config: Any) -> Loade
     return load_model(ModelConfig(model=str(directory), **config), make_mesh(jax.devices(), tp), seed=seed)
 
 
-def as_orbax(model: LoadedModel, directory: Path) -> Path:
+def as_orbax(source: Path, directory: Path) -> Path:
+    model = load(source)
     directory.mkdir()
-    shutil.copyfile(model.directory / "config.json", directory / "config.json")
+    shutil.copyfile(source / "config.json", directory / "config.json")
     save_orbax(directory, model.spec, model.params)
     return directory
 

@@ -59,14 +59,14 @@ def test_a_weight_beyond_float16_is_named(tmp_path: Path, tensors: dict[str, np.
     tensors["model.norm.weight"] = np.full(16, 7e4, np.float32)
     directory = write_model(tmp_path / "large", tensors)
     if kind == "orbax":
-        directory = as_orbax(load(directory), tmp_path / "orbax-model")
+        directory = as_orbax(directory, tmp_path / "orbax-model")
     with pytest.raises(ConfigError, match=r"--dtype: tensor model\.norm\.weight has values beyond 65504.*; use bfloat16 or"):
         load(directory, dtype="float16")
     assert load(directory, dtype="bfloat16").params
 
 
 def test_an_orbax_checkpoint_of_another_shape_is_named(model_directory: Path, tmp_path: Path) -> None:
-    directory = as_orbax(load(model_directory), tmp_path / "orbax-model")
+    directory = as_orbax(model_directory, tmp_path / "orbax-model")
     (directory / "config.json").write_text(json.dumps({**CONFIG, "intermediate_size": 48}))
     with pytest.raises(ConfigError, match=r"mlp\.\w+\.weight is \[\d+, \d+\], wanted \[\d+, \d+\]"):
         load(directory)
@@ -80,7 +80,7 @@ def test_an_orbax_checkpoint_of_another_shape_is_named(model_directory: Path, tm
 
 
 def test_a_damaged_orbax_checkpoint_is_named(model_directory: Path, tmp_path: Path) -> None:
-    directory = as_orbax(load(model_directory), tmp_path / "orbax-model")
+    directory = as_orbax(model_directory, tmp_path / "orbax-model")
     for file in (directory / "orbax" / "ocdbt.process_0" / "d").iterdir():
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(ConfigError, match=r"orbax: tensor [\w.]+ is not readable"):
@@ -91,7 +91,7 @@ def test_a_damaged_orbax_checkpoint_is_named(model_directory: Path, tmp_path: Pa
 def test_an_orbax_checkpoint_with_another_file_for_its_list_of_tensors_is_named(
     text: str, model_directory: Path, tmp_path: Path
 ) -> None:
-    directory = as_orbax(load(model_directory), tmp_path / "orbax-model")
+    directory = as_orbax(model_directory, tmp_path / "orbax-model")
     (directory / "orbax" / "_METADATA").write_text(text)
     with pytest.raises(ConfigError, match=r"orbax-model/orbax: not readable as an Orbax checkpoint: .+; convert again"):
         load(directory)
@@ -100,7 +100,7 @@ def test_an_orbax_checkpoint_with_another_file_for_its_list_of_tensors_is_named(
 def test_an_orbax_checkpoint_that_was_copied_in_part_is_named_and_nothing_else_is_said(
     model_directory: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    directory = as_orbax(load(model_directory), tmp_path / "orbax-model")
+    directory = as_orbax(model_directory, tmp_path / "orbax-model")
     shutil.rmtree(directory / "orbax" / "d")
     capfd.readouterr()
     with pytest.raises(ConfigError, match="not readable as an Orbax checkpoint: NOT_FOUND") as caught:

@@ -37,7 +37,7 @@ def test_kernels_are_the_transposed_tensors(model_directory: Path, tensors: dict
 @pytest.mark.parametrize("tp", [2, 4])
 def test_every_device_holds_its_part_only(model_directory: Path, tmp_path: Path, kind: str, tp: int) -> None:
     whole = load(model_directory)
-    cut = load(as_orbax(whole, tmp_path / "orbax-model") if kind == "orbax" else model_directory, tp=tp)
+    cut = load(as_orbax(model_directory, tmp_path / "orbax-model") if kind == "orbax" else model_directory, tp=tp)
     attention = cut.params["layers"][0]["self_attn"]
     assert attention["q_proj"]["kernel"].addressable_shards[0].data.shape == (16, 16 // tp)
     assert attention["o_proj"]["kernel"].addressable_shards[0].data.shape == (16 // tp, 16)
@@ -150,8 +150,7 @@ def test_derived_buffers_of_old_checkpoints_are_ignored(tmp_path: Path, tensors:
 
 @pytest.mark.parametrize("name", ["50%25", "llama#2", "which?", "a b", "v[1]", "[half"])
 def test_an_orbax_checkpoint_may_lie_in_a_directory_of_any_name(name: str, model_directory: Path, tmp_path: Path) -> None:
-    model = load(model_directory)
-    assert load(as_orbax(model, tmp_path / name)).fingerprint == model.fingerprint
+    assert load(as_orbax(model_directory, tmp_path / name)).fingerprint == load(model_directory).fingerprint
 
 
 @pytest.mark.parametrize(
