@@ -19,10 +19,11 @@ from jdisagg.engine.ops import choose_ops
 from jdisagg.engine.sizing import EngineSizes
 from jdisagg.kv.group import KVGroup
 from jdisagg.kv.layout import KVLayout, choose_layout
-from jdisagg.models.abstract import abstract_params
-from jdisagg.models.declare import declarations
+from jdisagg.models.declare import Declared, Path, build, declarations
 from jdisagg.models.decoder import DecoderModel
+from jdisagg.models.sharding import param_sharding
 from jdisagg.models.spec import ModelSpec
+from jdisagg.models.stacking import over_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +46,16 @@ class ModelForm:
         return sum(math.prod(declared.shape) for declared in declarations(self.spec).values())
 
     def params(self, mesh: Mesh) -> dict[str, Any]:
-        """Shapes and shardings of its weights on `mesh`."""
-        return abstract_params(self.spec, mesh, self.dtype, self.layer_loop)
+        """Shapes, dtypes and shardings of its weights on `mesh`, as `load_model` would put them there."""
+
+        def make(path: Path, declared: Declared) -> jax.ShapeDtypeStruct:
+            shape, sharding = declared.shape, param_sharding(mesh, self.spec, declared)
+            if self.layer_loop is LayerLoop.SCAN and path[0] == "layers":
+                shape, sharding = (self.spec.num_layers, *shape), over_layers(sharding)
+            return jax.ShapeDtypeStruct(shape, self.dtype, sharding=sharding)
+
+        params = build(self.spec, make)
+        return {**params, "layers": params["layers"][0]} if self.layer_loop is LayerLoop.SCAN else params
 
     def layout(self, mesh: Mesh, page_size: int) -> KVLayout:
         """How its KV lies on `mesh`. Raises ConfigError as `choose_layout` does."""
@@ -129,6 +138,11 @@ class AbstractEngine:
     @property
     def _whole(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Bytes that each device of the mesh holds of abstract arrays with shardings."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def _placed(tree: Any, sharding: NamedSharding) -> Any:

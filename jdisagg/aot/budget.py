@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jdisagg.aot.abstract import ModelForm
+from jdisagg.aot.abstract import ModelForm, bytes_per_device
 from jdisagg.aot.accelerators import GIB, Accelerator
 from jdisagg.aot.planned import PlannedEngine, planned_mesh
 from jdisagg.core.config import Config
@@ -20,7 +20,6 @@ from jdisagg.engine.sizing import (
     takes_share,
 )
 from jdisagg.kv.pool import MIN_PAGES
-from jdisagg.models.abstract import bytes_per_device
 from jdisagg.models.limits import check_model
 
 

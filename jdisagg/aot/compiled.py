@@ -13,14 +13,13 @@ from typing import Any
 
 import jax
 
-from jdisagg.aot.abstract import AbstractEngine
+from jdisagg.aot.abstract import AbstractEngine, bytes_per_device
 from jdisagg.aot.findings import Precious, Program, collectives, copies, kernels, led_by_host
 from jdisagg.aot.hlo import parse
 from jdisagg.aot.thunks import compile_with_list, led
 from jdisagg.core.config import LayerLoop
 from jdisagg.core.platforms import GPU_PLATFORMS
 from jdisagg.engine.executables import MODEL_STEPS, Executable, Operand
-from jdisagg.models.abstract import bytes_per_device
 
 PROBE_LAYERS = (2, 3)  # of a model whose unrolled layers are not all compiled
 _MOST_LAYERS = 8  # that are all compiled when unrolled

@@ -13,14 +13,13 @@ from functools import cached_property
 
 from jax.sharding import Mesh
 
-from jdisagg.aot.abstract import ModelForm
+from jdisagg.aot.abstract import ModelForm, bytes_per_device
 from jdisagg.aot.accelerators import Accelerator
 from jdisagg.aot.budget import Budget
 from jdisagg.engine.buckets import EXACT_ROWS
 from jdisagg.engine.runner import RunnerShape
 from jdisagg.kv.layout import KVLayout
 from jdisagg.kv.spec import ITEM_BYTES
-from jdisagg.models.abstract import bytes_per_device
 
 _BATCHES = (8, 32, 128)
 _CONTEXTS = (1024, 8192)

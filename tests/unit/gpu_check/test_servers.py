@@ -10,14 +10,13 @@ from gpu_kit.findings import Clock, Findings
 from gpu_kit.servers import check_bits, engine_flags
 from gpu_kit.setting import Setting
 
+from jdisagg.aot.abstract import ModelForm, bytes_per_device
 from jdisagg.aot.accelerators import read_accelerators
 from jdisagg.aot.planned import planned_mesh
 from jdisagg.core.config import LayerLoop
 from jdisagg.core.requests import Role
 from jdisagg.core.settings import load_config
 from jdisagg.engine.sizing import DeviceMemory, size_engine
-from jdisagg.kv.layout import choose_layout
-from jdisagg.models.abstract import abstract_params, bytes_per_device
 from jdisagg.models.resolve import read_model_config
 from jdisagg.models.spec import ModelSpec
 
@@ -32,12 +31,13 @@ def test_both_engines_of_a_colocated_process_fit_one_device(tmp_path: Path, devi
         config.model.dtype,
         planned_mesh("cuda", 1),
     )
-    layout = choose_layout(spec.kv_spec(dtype), mesh, config.cache.page_size)
+    form = ModelForm(spec=spec, dtype=dtype, kv_dtype=dtype, layer_loop=LayerLoop.UNROLLED)
+    layout = form.layout(mesh, config.cache.page_size)
     limit_bytes = read_accelerators()[device].limit_bytes({})
     assert limit_bytes is not None
     in_use_bytes = 0
     for role in (Role.PREFILL, Role.DECODE):  # one after the other: what the first has taken is in use for the second
-        in_use_bytes += bytes_per_device(abstract_params(spec, mesh, dtype, LayerLoop.UNROLLED))
+        in_use_bytes += bytes_per_device(form.params(mesh))
         memory = DeviceMemory(limit_bytes=limit_bytes, in_use_bytes=in_use_bytes)
         sizes = size_engine(spec, layout, config, role, lambda memory=memory: [memory])
         in_use_bytes += sizes.num_pages * layout.bytes_per_page
