@@ -38,8 +38,7 @@ class Deployment:
         self.kv_rings: dict[str, KVEventRing] = {}  # by role of the engine; empty when events are off
         self._loop = loop
         self._on_crash = on_crash
-        self._resets: list[Callable[[], int]] = []  # of the engines' prefix caches, in the same order
-        self._bits: list[str] = []  # that each of them computes
+        self._cores: list[Core] = []  # of the engines, in the same order
         self._compiles = CompileCounter()
         self._counted_compiles = 0
 
@@ -51,7 +50,7 @@ class Deployment:
     @property
     def bits(self) -> str:
         """As in `jdisagg.core.bits`; of two engines that round alike those of both, else of one behind the other's."""
-        return "/".join(dict.fromkeys(self._bits))
+        return "/".join(dict.fromkeys(core.bits for core in self._cores))
 
     def card(self, name: str) -> ModelCard:
         """What the served model promises."""
@@ -128,8 +127,7 @@ class Deployment:
             self.kv_rings[ring.pool] = ring
             feed = KVEventFeed(core.scheduler.kv_journal(), ring.post, core.metrics)
         self.engines.append(start_engine(core, role, self._crashed, feed))
-        self._resets.append(core.scheduler.reset_prefix_cache)
-        self._bits.append(core.bits)
+        self._cores.append(core)
 
     def _crashed(self, error: BaseException) -> None:
         """The process is about to end: clients of the other engine get their error, too."""
@@ -140,8 +138,8 @@ class Deployment:
 
     async def reset_prefix_cache(self) -> int:
         """Every engine forgets its cached prefixes; returns how many pages. Raises Unavailable when one does not turn over."""
-        freed = [await ask(thread, reset) for thread, reset in zip(self.engines, self._resets, strict=True)]
-        return sum(freed)
+        each = zip(self.engines, self._cores, strict=True)
+        return sum([await ask(engine, core.scheduler.reset_prefix_cache) for engine, core in each])
 
     async def aclose(self) -> None:
         """End peer connections, and what checks grammars."""
