@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from jdisagg.aot.hlo import Module, Reached, Result, Shape
+from jdisagg.aot.hlo import Module, Placed, Result, Shape
 
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 _MOVES = frozenset(
@@ -75,12 +75,12 @@ class Program:
 def collectives(module: Module, *, trips: int) -> tuple[Collective, ...]:
     """By kind; those inside a loop count `trips` times (the layers, when they are scanned), optional ones once."""
     found: dict[tuple[str, bool], list[tuple[int, int]]] = {}
-    for reached in module.walk():
-        kind = reached.instruction.opcode.removesuffix("-start")
+    for placed in module.walk():
+        kind = placed.instruction.opcode.removesuffix("-start")
         if kind in _COLLECTIVES:
-            num_bytes = max((shape.num_bytes for shape in reached.instruction.shapes), default=0)
-            times = trips if reached.num_loops and not reached.optional else 1
-            found.setdefault((kind, reached.optional), []).append((times, num_bytes))
+            num_bytes = max((shape.num_bytes for shape in placed.instruction.shapes), default=0)
+            times = trips if placed.num_loops and not placed.optional else 1
+            found.setdefault((kind, placed.optional), []).append((times, num_bytes))
     return tuple(
         Collective(
             kind=kind,
@@ -96,10 +96,10 @@ def collectives(module: Module, *, trips: int) -> tuple[Collective, ...]:
 def kernels(module: Module, *, trips: int) -> dict[str, int]:
     """Names of the Pallas kernels that a step calls, and how often."""
     found: dict[str, int] = {}
-    for reached in module.walk():
-        if reached.instruction.target.startswith(_KERNEL_TARGETS):
-            name = _NUMBER.sub("", reached.instruction.name)
-            found[name] = found.get(name, 0) + (trips if reached.num_loops else 1)
+    for placed in module.walk():
+        if placed.instruction.target.startswith(_KERNEL_TARGETS):
+            name = _NUMBER.sub("", placed.instruction.name)
+            found[name] = found.get(name, 0) + (trips if placed.num_loops else 1)
     return found
 
 
@@ -107,10 +107,10 @@ def led_by_host(module: Module) -> tuple[str, ...]:
     """Instructions that XLA:GPU keeps out of the CUDA graph of a step: loops and sorts. The host leads them, and with them
     every condition of the step, for whose value it waits."""
     found = dict.fromkeys(
-        reached.instruction.name
-        for reached in module.walk()
+        placed.instruction.name
+        for placed in module.walk()
         if any(
-            part.opcode in _OUT_OF_GRAPH or part.target.startswith(_SORT_TARGETS) for part in module.parts(reached.instruction)
+            part.opcode in _OUT_OF_GRAPH or part.target.startswith(_SORT_TARGETS) for part in module.parts(placed.instruction)
         )
     )
     return tuple(found)
@@ -124,9 +124,9 @@ class Precious:
     cache: frozenset[tuple[str, int]]  # dtype and bytes of each array, scales among them
     num_tokens: int = 0  # of the step: what has this dimension may be an activation
 
-    def of(self, reached: Reached, result: Result) -> str | None:
+    def of(self, placed: Placed, result: Result) -> str | None:
         """Which of them `result` is a copy of. A weight's axes may be in any order; half of a cache array will do."""
-        is_named, shape = reached.instruction.op_name.startswith(_PARAMS), result.shape
+        is_named, shape = placed.instruction.op_name.startswith(_PARAMS), result.shape
         if self._is_weight(shape):
             return "weight" if is_named or self.num_tokens not in shape.dims else None
         if result.opcode == "concatenate" and self._is_joined(result, is_named=is_named):
@@ -155,17 +155,17 @@ def copies(module: Module, precious: Precious) -> tuple[Copy, ...]:
     """Copies in device memory of a weight, of several joined, or of a cache array. One brought into memory on the chip is no
     copy: a weight has to get there. What may be an activation counts when it says that it is a weight."""
     found = {}
-    for reached in module.walk():
-        for position, result in enumerate(module.results(reached.instruction)):
-            shape, name = result.shape, reached.instruction.name
-            of = precious.of(reached, result) if result.opcode in _MOVES and not shape.space else None
+    for placed in module.walk():
+        for position, result in enumerate(module.results(placed.instruction)):
+            shape, name = result.shape, placed.instruction.name
+            of = precious.of(placed, result) if result.opcode in _MOVES and not shape.space else None
             if of is not None:
                 found[name, position] = Copy(
                     of=of,
                     instruction=name,
                     shape=f"{shape.dtype}[{','.join(map(str, shape.dims))}]",
                     num_bytes=shape.num_bytes,
-                    optional=reached.optional,
+                    optional=placed.optional,
                 )
     return tuple(found.values())
 

@@ -56,7 +56,7 @@ class Instruction:
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
+class Placed:
     """An instruction that writes memory of its own. `num_loops`: `while`s around it; `optional`: inside a conditional."""
 
     instruction: Instruction
@@ -87,7 +87,7 @@ class Module:
         arguments = (each for each in self.computations[self.entry].values() if each.opcode == "parameter")
         return sum(each.shapes[0].num_bytes for each in arguments if int(each.operands[0]) in self.aliased)
 
-    def walk(self) -> Iterator[Reached]:
+    def walk(self) -> Iterator[Placed]:
         """Everything reached from ENTRY except through fusions and reductions."""
         todo, seen = [(self.entry, 0, False)], set()
         while todo:
@@ -96,7 +96,7 @@ class Module:
                 continue
             seen.add((name, loops, optional))
             for instruction in self.computations.get(name, {}).values():
-                yield Reached(instruction, loops, optional)
+                yield Placed(instruction, loops, optional)
                 if instruction.opcode == "while":
                     todo += [(called, loops + 1, optional) for called in instruction.called]
                 elif instruction.opcode == "conditional":
