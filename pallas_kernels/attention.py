@@ -16,19 +16,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import ref
-from pallas_kernels.attention_shape import Shape
+from pallas_kernels.attention_shape import LANES, Shape
 from pallas_kernels.blocks import Blocks, BlockTable, blocks_by_rule
 from pallas_kernels.gpu_attention import GpuTable, attend_gpu, gpu_refuses
 from pallas_kernels.gpu_triton import GpuParts
-from pallas_kernels.implementation import Implementation, Refused
+from pallas_kernels.implementation import Implementation, Refused, Shaped
 from pallas_kernels.rows import Kind, Rows
 from pallas_kernels.tpu_attention import Parts, attend_blocks
 from pallas_kernels.work import plan_work
 
-Shaped = jax.Array | jax.ShapeDtypeStruct  # whose shape and dtype alone are looked at
 REF_TILE = 16  # queries that share a gather of their pages
 MOST_PAGES = 2**16  # entries of a page table: two tables are half of the smallest scalar memory
-_LANES = 128
 _SUBLANES = 8
 
 
@@ -121,9 +119,9 @@ def tpu_refuses(
         return f"features {features} of kv and {q.shape[2]} of q, wanted twice as many in kv"
     if interpreted:
         return None
-    if features % _LANES:
-        return f"head dimension {q.shape[2]}, wanted a multiple of {_LANES // 2}"
-    wanted = _LANES if kv.dtype == jnp.int8 else _SUBLANES * 4 // kv.dtype.itemsize
+    if features % LANES:
+        return f"head dimension {q.shape[2]}, wanted a multiple of {LANES // 2}"
+    wanted = LANES if kv.dtype == jnp.int8 else _SUBLANES * 4 // kv.dtype.itemsize
     if page_size % wanted:
         return f"pages of {page_size} tokens of {kv.dtype}, wanted a multiple of {wanted}: set --page-size"
     if page_tables.shape[1] > MOST_PAGES:
@@ -188,7 +186,7 @@ def _attend_tpu(
         block_pages=blocks.pages,
         page_size=page_size,
         features=features,
-        dim=dim if dim % _LANES == 0 else features,
+        dim=dim if dim % LANES == 0 else features,
         window=window,
         scale=scale,
         compute_dtype=dtype,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-_LANES = 128
+LANES = 128  # of a register
 _WIDEST = 4  # bytes of an element
 _PRODUCTS = 4  # arrays of (query rows, key rows) that exist at a time
 _LEAST_VMEM_BYTES = 16 * 2**20
@@ -51,7 +51,7 @@ class Shape:
         rows = self.num_groups * self.query_rows
         buffers = 2 * self.num_groups * self.key_rows * (self.features + 2 * self.quantised) * _WIDEST
         queries = 2 * rows * (self.dim + self.value_dim) * _WIDEST
-        sums = rows * (2 * _LANES + self.value_dim) * _WIDEST
+        sums = rows * (2 * LANES + self.value_dim) * _WIDEST
         products = _PRODUCTS * self.query_rows * self.key_rows * _WIDEST
         return min(max(2 * (buffers + queries + sums + products), _LEAST_VMEM_BYTES), _MOST_VMEM_BYTES)
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.gpu_blocks import GpuBlocks, gpu_blocks_by_rule
 from pallas_kernels.gpu_triton import GpuParts, GpuShape, attend_items
+from pallas_kernels.implementation import Shaped
 from pallas_kernels.rows import Rows
 from pallas_kernels.work import Work, plan_work
 
-Shaped = jax.Array | jax.ShapeDtypeStruct  # whose shape and dtype alone are looked at
 _ROW_LIMIT = 2**31
 _MOST_GROUP = 128
 

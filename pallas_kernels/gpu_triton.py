@@ -26,9 +26,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels.gpu_blocks import GpuBlocks
-from pallas_kernels.work import BLOCK, FIRST, HIGH, LOW, OFFSET, ROW, STOP
+from pallas_kernels.work import BLOCK, FIRST, HIGH, LOW, LOWEST, OFFSET, ROW, STOP, visible
 
-LOWEST = -1e30  # finite: exp(LOWEST - LOWEST) must be 1, not NaN
 _LOG2_E = 1.4426950408889634
 
 
@@ -60,10 +59,6 @@ class GpuShape:
         return max(16, 1 << (self.dim - 1).bit_length())
 
 
-def _visible(distance: jax.Array, window: int | None) -> jax.Array:
-    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
-
-
 def _same(value: jax.Array) -> jax.Array:
     return value
 
@@ -72,7 +67,7 @@ def _same(value: jax.Array) -> jax.Array:
 class GpuParts:
     """The decisions of the kernel that are easily wrong, so that tests can plant faults in them."""
 
-    visible: Callable[[jax.Array, int | None], jax.Array] = _visible  # (query - key, window)
+    visible: Callable[[jax.Array, int | None], jax.Array] = visible  # (query - key, window)
     read: Callable[[jax.Array], jax.Array] = _same  # keys that may be read, of those that some query of the item sees
     entry: Callable[[jax.Array], jax.Array] = _same  # index into a page table
     end: Callable[[jax.Array], jax.Array] = _same  # where a split's blocks of keys stop

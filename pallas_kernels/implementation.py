@@ -1,10 +1,13 @@
-"""The implementations that every kernel of this package has."""
+"""The implementations that every kernel of this package has, and what they refuse."""
 
 from __future__ import annotations
 
 from typing import Literal
 
+import jax
+
 Implementation = Literal["ref", "tpu", "gpu"]
+Shaped = jax.Array | jax.ShapeDtypeStruct  # whose shape and dtype alone are looked at
 
 
 class Refused(ValueError):

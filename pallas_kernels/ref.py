@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.rows import Rows
+from pallas_kernels.work import LOWEST, visible
 
 BLOCK_TOKENS = 128  # pages are cut and joined to it, so that equal blocks are summed whatever the page size
 CACHED_BYTES = 2**21  # what a block gathers, at most: a CPU's cache then still has it when it is multiplied; but
 LEAST_BLOCK_TOKENS = 32  # are worth a turn of the loop
 WIDE_TILE = 256  # queries; beyond, scores of a block no longer stay in a CPU's cache
-_LOWEST = -1e30  # finite: exp(_LOWEST - _LOWEST) must be 1, not NaN
 
 
 def store(
@@ -86,7 +86,8 @@ def attend(
         pages = lax.dynamic_slice_in_dim(tables, index * block_parts, block_parts, axis=1)
         both = _read_as(_gather(kv, layer, pages, parts, heads_major=heads_major), dtype)
         keys, values = both[..., :dim], both[..., dim:]
-        seen = _visible(at, index * block_tokens + jnp.arange(block_tokens), window)  # bool[N, t, block]
+        keys_at = index * block_tokens + jnp.arange(block_tokens)
+        seen = visible(at[:, :, None] - keys_at[None, None, :], window)  # bool[N, t, block]
         rows = jnp.broadcast_to(seen[:, :, None], (num_tiles, tile, group, block_tokens))
         rows = rows.reshape(num_tiles, 1, tile * group, block_tokens)
         scores = dot("nkqd,nkjd->nkqj", queries, keys) * scale
@@ -95,7 +96,7 @@ def attend(
             of_both = _gather(scales, layer, pages, parts, heads_major=heads_major)
             of_keys, of_values = jnp.moveaxis(of_both, -1, 0)[:, :, :, None]
             scores = scores * of_keys
-        scores = jnp.where(rows, scores, _LOWEST)
+        scores = jnp.where(rows, scores, LOWEST)
         new_largest = jnp.maximum(largest, scores.max(axis=-1))
         weights = jnp.where(rows, jnp.exp(scores - new_largest[..., None]), 0.0)
         shrink = jnp.exp(largest - new_largest)
@@ -105,7 +106,7 @@ def attend(
         return new_largest, total * shrink + weights.sum(axis=-1), sums * shrink[..., None] + new
 
     shape = queries.shape[:-1]
-    start = (jnp.full(shape, _LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros(queries.shape, jnp.float32))
+    start = (jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros(queries.shape, jnp.float32))
     _, total, sums = lax.fori_loop(0, positions.max() // block_tokens + 1, step, start)
     out = sums / total[..., None]
     out = out.reshape(num_tiles, num_kv_heads, tile, group, dim).transpose(0, 2, 1, 3, 4)
@@ -149,12 +150,6 @@ def _cached_tokens(most: int, token_bytes: int) -> int:
     while most * token_bytes > CACHED_BYTES and most >= 2 * LEAST_BLOCK_TOKENS:
         most //= 2
     return most
-
-
-def _visible(at: jax.Array, keys: jax.Array, window: int | None) -> jax.Array:
-    """bool[N, t, J]: may the query at `at` i32[N, t] see the key at `keys` i32[J]?"""
-    distance = at[:, :, None] - keys[None, None, :]
-    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
 def _gather(kv: jax.Array, layer: int | jax.Array, pages: jax.Array, parts: int, *, heads_major: bool) -> jax.Array:

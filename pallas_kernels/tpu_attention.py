@@ -23,19 +23,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.attention_shape import Shape
+from pallas_kernels.attention_shape import LANES, Shape
 from pallas_kernels.loops import Arrive, arrive, loop
 from pallas_kernels.tpu_copies import Copies, Stream
-from pallas_kernels.work import BLOCK, FIRST, HIGH, LOW, OFFSET, STOP, Work
+from pallas_kernels.work import BLOCK, FIRST, HIGH, LOW, LOWEST, OFFSET, STOP, Work, visible
 
-_LOWEST = -1e30  # finite: exp(_LOWEST - _LOWEST) must be 1, not NaN
 _NOWHERE = -(2**30)  # position of a query that sees nothing
-_LANES = 128
 _LATENCY_ROWS = 64  # parts with more rows keep a chip busy one by one, and would take long to compile side by side
-
-
-def _visible(distance: jax.Array, window: int | None) -> jax.Array:
-    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
 def _clean(values: jax.Array, seen: jax.Array) -> jax.Array:
@@ -50,7 +44,7 @@ def _entry(index: jax.Array) -> jax.Array:
 class Parts:
     """The decisions of the kernel that are easily wrong, so that tests can plant faults in them."""
 
-    visible: Callable[[jax.Array, int | None], jax.Array] = _visible  # (query - key, window)
+    visible: Callable[[jax.Array, int | None], jax.Array] = visible  # (query - key, window)
     clean: Callable[[jax.Array, jax.Array], jax.Array] = _clean  # (values, keys that any query sees)
     arrive: Arrive = arrive  # of a block of keys
     table_arrives: Arrive = arrive
@@ -75,14 +69,14 @@ def attend_blocks(  # noqa: PLR0917
     then of values, tokens along lanes as scores have them. What belongs to no item is undefined.
     """
     block = (1, shape.num_groups, shape.query_rows)
-    tables = jnp.pad(page_tables, ((0, 0), (0, -page_tables.shape[1] % _LANES)))[:, None]
+    tables = jnp.pad(page_tables, ((0, 0), (0, -page_tables.shape[1] % LANES)))[:, None]
     sources = [cache] if scales is None else [cache, scales]
     buffers = [pltpu.VMEM((2, shape.block_pages, *source.shape[2:]), source.dtype) for source in sources]
     scratch: list[Any] = [
         pltpu.SMEM((2, *tables.shape[1:]), jnp.int32),
         pltpu.SemaphoreType.DMA((2,)),
-        pltpu.VMEM((shape.num_groups, shape.query_rows, _LANES), jnp.float32),
-        pltpu.VMEM((shape.num_groups, shape.query_rows, _LANES), jnp.float32),
+        pltpu.VMEM((shape.num_groups, shape.query_rows, LANES), jnp.float32),
+        pltpu.VMEM((shape.num_groups, shape.query_rows, LANES), jnp.float32),
         pltpu.VMEM((shape.num_groups, shape.query_rows, shape.value_dim), jnp.float32),
     ]
     return pl.pallas_call(
@@ -145,7 +139,7 @@ def _kernel(  # noqa: PLR0917
     def _() -> None:
         copies.start_table(item + 1)
 
-    largest[...] = jnp.full_like(largest, _LOWEST)
+    largest[...] = jnp.full_like(largest, LOWEST)
     total[...] = jnp.zeros_like(total)
     sums[...] = jnp.zeros_like(sums)
 
@@ -205,7 +199,7 @@ def _part(  # noqa: PLR0917
         mask &= query_head == key_head
     if scales:
         scores = scores * _by_lane(scales[0], part, 0, shape)
-    scores = jnp.where(mask, scores, _LOWEST)
+    scores = jnp.where(mask, scores, LOWEST)
 
     before = largest[part][:, :1]
     now = jnp.maximum(before, scores.max(axis=-1, keepdims=True))

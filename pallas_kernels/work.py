@@ -18,8 +18,14 @@ import jax.numpy as jnp
 
 from pallas_kernels.rows import Rows
 
+LOWEST = -1e30  # a score that is none; finite: exp(LOWEST - LOWEST) must be 1, not NaN
 # Rows of the array that carries a work list to the chip's scalar memory.
 ROW, BLOCK, OFFSET, LOW, HIGH, FIRST, STOP, TURN = range(8)
+
+
+def visible(distance: jax.Array, window: int | None) -> jax.Array:
+    """May a query see the key that is so many tokens before it?"""
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
 @jax.tree_util.register_dataclass

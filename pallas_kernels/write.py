@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import ref
+from pallas_kernels.attention_shape import LANES
 from pallas_kernels.implementation import Implementation, Refused
 from pallas_kernels.tpu_write import slab_tokens, store_slabs
-
-_LANES = 128
 
 
 def write(
@@ -54,6 +53,6 @@ def tpu_write_refuses(kv: jax.Array, *, heads_major: bool, interpreted: bool = F
     tokens = slab_tokens(kv.dtype)
     if page_size % min(tokens, page_size if interpreted else tokens):
         return f"pages of {page_size} tokens of {kv.dtype}, wanted a multiple of {tokens}: set --page-size"
-    if features % _LANES and not interpreted:
-        return f"{features} features, wanted a multiple of {_LANES}"
+    if features % LANES and not interpreted:
+        return f"{features} features, wanted a multiple of {LANES}"
     return None
