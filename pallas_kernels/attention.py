@@ -18,7 +18,7 @@ from jax import lax
 from pallas_kernels import ref
 from pallas_kernels.attention_shape import LANES, Shape
 from pallas_kernels.blocks import Blocks, BlockTable, blocks_by_rule
-from pallas_kernels.gpu_attention import GpuTable, attend_gpu, gpu_refuses
+from pallas_kernels.gpu_attention import attend_gpu, gpu_refuses
 from pallas_kernels.gpu_triton import GpuParts
 from pallas_kernels.implementation import Implementation, Refused, Shaped
 from pallas_kernels.rows import Kind, Rows
@@ -44,7 +44,7 @@ def attend(
     kind: Kind = Kind.MIXED,
     implementation: Implementation = "ref",
     dtype: jnp.dtype | None = None,
-    table: BlockTable | GpuTable | None = None,
+    table: BlockTable | None = None,
     interpret: Any = False,
     parts: Parts | GpuParts | None = None,
 ) -> jax.Array:
@@ -56,8 +56,8 @@ def attend(
     kv is [L, P, K, S, 2 * D] (heads-major) or [L, P, S, K, 2 * D]: float32, bfloat16, or int8 with `scales` float32 of the same
     shape with a last axis of 2, for keys and for values. `dtype` is what products are made in, by default kv's, for
     int8 q's. `ref` takes 16-bit floats as their bits (uint16) too, and then needs `dtype`.
-    `table` overrides the rule for block sizes; `interpret` is passed to Pallas, `parts` are for tests that plant faults; table
-    and parts are of the implementation's kind. Raises Refused for what it cannot do (see `tpu_refuses`, `gpu_refuses`).
+    `table` overrides the rule for block sizes of `tpu`; `interpret` is passed to Pallas, `parts`, of the implementation's kind,
+    are for tests that plant faults. Raises Refused for what it cannot do (see `tpu_refuses`, `gpu_refuses`).
     """
     dtype = dtype or (q.dtype if kv.dtype == jnp.int8 else kv.dtype)
     layer = jnp.asarray(layer, jnp.int32)
@@ -80,7 +80,7 @@ def attend(
         kernel: Any = partial(attend_gpu, parts=parts if isinstance(parts, GpuParts) else GpuParts())
         reason = gpu_refuses(q, kv, dtype=dtype, heads_major=heads_major)
     else:
-        kernel = partial(_attend_tpu, parts=parts if isinstance(parts, Parts) else Parts())
+        kernel = partial(_attend_tpu, table=table, parts=parts if isinstance(parts, Parts) else Parts())
         reason = tpu_refuses(q, kv, page_tables, dtype=dtype, heads_major=heads_major, interpreted=bool(interpret))
     if reason:
         raise Refused(f"paged attention for {implementation.upper()}: {reason}")
@@ -95,7 +95,6 @@ def attend(
         scale=scale,
         window=window,
         dtype=dtype,
-        table=table,
         interpret=interpret,
     )
     if kind is not Kind.MIXED:

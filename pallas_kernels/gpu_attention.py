@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gpu_blocks import GpuBlocks, gpu_blocks_by_rule
+from pallas_kernels.gpu_blocks import gpu_blocks_by_rule
 from pallas_kernels.gpu_triton import GpuParts, GpuShape, attend_items
 from pallas_kernels.implementation import Shaped
 from pallas_kernels.rows import Rows
@@ -15,14 +15,6 @@ from pallas_kernels.work import Work, plan_work
 
 _ROW_LIMIT = 2**31
 _MOST_GROUP = 128
-
-
-class GpuTable(Protocol):
-    """Measured block sizes."""
-
-    def gpu_blocks(self, *, kv: Any, q: Any, decode: bool, num_rows: int, max_keys: int) -> GpuBlocks:
-        """See `gpu_blocks_by_rule`."""
-        ...
 
 
 def gpu_refuses(q: Shaped, kv: Shaped, *, dtype: jnp.dtype, heads_major: bool) -> str | None:
@@ -58,7 +50,6 @@ def attend_gpu(
     scale: float,
     window: int | None,
     dtype: jnp.dtype,
-    table: GpuTable | None,
     interpret: Any,
     parts: GpuParts,
 ) -> jax.Array:
@@ -67,9 +58,8 @@ def attend_gpu(
     _, num_pages, page_size, num_kv_heads, features = kv.shape
     num_queries, num_heads, dim = q.shape
     queries = q.astype(dtype)
-    rule = gpu_blocks_by_rule if table is None else table.gpu_blocks
     max_keys = page_tables.shape[1] * page_size
-    blocks = rule(kv=kv, q=queries, decode=decode, num_rows=page_tables.shape[0], max_keys=max_keys)
+    blocks = gpu_blocks_by_rule(kv=kv, q=queries, decode=decode, num_rows=page_tables.shape[0], max_keys=max_keys)
     tile = 1 if decode else blocks.rows // (num_heads // num_kv_heads)
     if decode:
         work = _work_of_rows(rows, key_block=blocks.keys, window=window)

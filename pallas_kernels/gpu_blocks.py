@@ -1,17 +1,11 @@
-"""Block sizes of the GPU attention kernel: by a rule made for Hopper, overridden by what was measured on a GPU.
-
-Measured sizes lie in `tuned/*.json` files like those of `blocks`, whose entries have rows, keys, splits, warps and stages in
-place of queries and pages.
-"""
+"""Block sizes of the GPU attention kernel, by a rule made for Hopper."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from pallas_kernels.blocks import KEY_FIELDS, TUNED, file_stem, power_of_two, whole
+from pallas_kernels.blocks import power_of_two, whole
 
 LEAST = 16  # rows, keys and features of a product of the tensor cores
 _PROCESSORS = 132  # of an H100 or H200
@@ -56,35 +50,3 @@ def gpu_blocks_by_rule(*, kv: Any, q: Any, decode: bool, num_rows: int, max_keys
     # The nearest number: a third split, of which few would be wanted, costs more (H200, 32 rows at 1k: 51 us a layer for 45).
     splits = max(1, min(round(wanted / programs), most, -(-max_keys // keys)))
     return GpuBlocks(rows=rows, keys=keys, splits=splits, warps=8 if rows >= _PREFILL_ROWS else 4, stages=1 if exact else 3)
-
-
-@dataclass(frozen=True, slots=True)
-class GpuBlockTable:
-    """Measured sizes by what they depend on; what was not measured follows the rule."""
-
-    measured: dict[tuple[Any, ...], GpuBlocks]
-
-    @classmethod
-    def read(cls, path: Path) -> GpuBlockTable:
-        """Load a data file. Raises ValueError naming the file and the entry that is wrong."""
-        measured = {}
-        for number, entry in enumerate(json.loads(path.read_text()).get("blocks", ())):
-            try:
-                key = tuple(entry[name] for name in KEY_FIELDS)
-                sizes = {name: int(entry[name]) for name in ("rows", "keys", "splits", "warps", "stages")}
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{path}: blocks[{number}]: {error!r}; measure again") from error
-            measured[key] = GpuBlocks(**sizes)
-        return cls(measured)
-
-    def gpu_blocks(self, *, kv: Any, q: Any, decode: bool, num_rows: int, max_keys: int) -> GpuBlocks:
-        """See `gpu_blocks_by_rule`."""
-        key = (decode, q.shape[2], kv.shape[3], q.shape[1], str(kv.dtype), kv.shape[2])
-        found = self.measured.get(key)
-        return found or gpu_blocks_by_rule(kv=kv, q=q, decode=decode, num_rows=num_rows, max_keys=max_keys)
-
-
-def gpu_tuned(device_kind: str) -> GpuBlockTable | None:
-    """What was measured on such GPUs, if there is a data file for them."""
-    path = TUNED / f"{file_stem(device_kind)}.json"
-    return GpuBlockTable.read(path) if path.is_file() else None

@@ -22,8 +22,7 @@ from jdisagg.models.batch import AttentionOps, TokenBatch
 from pallas_kernels import ref
 from pallas_kernels.attention import attend, tpu_refuses
 from pallas_kernels.blocks import BlockTable, tuned
-from pallas_kernels.gpu_attention import GpuTable, gpu_refuses
-from pallas_kernels.gpu_blocks import gpu_tuned
+from pallas_kernels.gpu_attention import gpu_refuses
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.rows import Kind
 from pallas_kernels.tpu_scales import store_scales
@@ -52,7 +51,7 @@ def choose_ops(layout: KVLayout, mesh: Mesh) -> AttentionOps:
         log.warning("%s: %s", _SLOW, reason)
         return RefOps(layout, mesh)
     if implementation == "gpu":
-        return GpuOps(layout, mesh, table=gpu_tuned(device.device_kind))
+        return GpuOps(layout, mesh)
     return TpuOps(layout, mesh, table=tuned(device.device_kind))
 
 
@@ -146,7 +145,6 @@ class GpuOps:
 
     layout: KVLayout
     mesh: Mesh
-    table: GpuTable | None  # measured block sizes
     interpret: Any = False  # passed to Pallas
 
     def write(self, kv: KVGroup, layer: int | jax.Array, k: jax.Array, v: jax.Array, batch: TokenBatch) -> KVGroup:
@@ -164,7 +162,7 @@ class GpuOps:
         if reason := gpu_refuses(queries, local, dtype=_product_dtype(layout, q), heads_major=layout.heads_major):
             log.warning("attention is served by plain XLA, several times slower than the kernel: %s", reason)
             return RefOps(layout, self.mesh).attend(q, kv, layer, batch, scale=scale, window=window)
-        options = {"implementation": "gpu", "table": self.table, "interpret": self.interpret}
+        options = {"implementation": "gpu", "interpret": self.interpret}
         return _attend_shards(layout, self.mesh, (q, kv, layer, batch), scale=scale, window=window, **options)
 
 

@@ -107,12 +107,12 @@ class FixedBlocks:
 
 @dataclass(frozen=True)
 class FixedGpuBlocks:
-    """A block table for tests: the smallest blocks there may be, so that tiny rows have many."""
+    """A rule for tests: the smallest blocks there may be, so that tiny rows have many."""
 
     splits: int = 1
     rows: int = 16
     keys: int = 16
 
-    def gpu_blocks(self, **_: Any) -> GpuBlocks:
-        """See GpuBlockTable."""
+    def __call__(self, **_: Any) -> GpuBlocks:
+        """See `gpu_blocks_by_rule`."""
         return GpuBlocks(rows=self.rows, keys=self.keys, splits=self.splits, warps=4, stages=1)

@@ -18,6 +18,7 @@ from jdisagg.kv.pool import KVPool
 from jdisagg.kv.spec import KVSpec
 from jdisagg.models.batch import TokenBatch
 from jdisagg.models.sharding import make_mesh
+from pallas_kernels import gpu_attention
 from pallas_kernels.rows import rows_of_tiles, rows_of_tokens
 from tests.kernels.pages import FixedBlocks, FixedGpuBlocks
 
@@ -85,13 +86,14 @@ def test_tpu_ops_write_and_attend_like_the_plain_ones(tp, dtype):
 
 
 @pytest.mark.parametrize(("tp", "dtype"), [(1, "float32"), (4, "float32"), (2, "int8")])
-def test_gpu_ops_write_and_attend_like_the_plain_ones(tp, dtype):
+def test_gpu_ops_write_and_attend_like_the_plain_ones(tp, dtype, monkeypatch):
     mesh = make_mesh(jax.devices("cpu"), tp)
     layout = choose_layout(KVSpec(num_layers=2, num_kv_heads=K, features=2 * D, dtype=dtype), mesh, PAGE)
     layout = replace(layout, heads_major=False)
     steps = [prompts(), singles()]
     plain, pages = run(RefOps(layout, mesh), KVPool((layout,), mesh, 8), steps, np.random.default_rng(0))
-    gpu = GpuOps(layout, mesh, table=FixedGpuBlocks(2), interpret=True)
+    monkeypatch.setattr(gpu_attention, "gpu_blocks_by_rule", FixedGpuBlocks(2))
+    gpu = GpuOps(layout, mesh, interpret=True)
     out, same_pages = run(gpu, KVPool((layout,), mesh, 8), steps, np.random.default_rng(0))
     for a, b in zip(plain, out, strict=True):
         assert a.std() > 0.1
@@ -132,7 +134,7 @@ def test_a_cache_too_large_for_the_gpu_kernel_is_served_by_plain_attention_and_s
     kv = layout.abstract(3 * 2**31 // (2 * 8 * PAGE * K * 2 * D))
     tokens, valid = singles()
     q = jax.ShapeDtypeStruct((len(valid), H, D), jnp.bfloat16)
-    ops = GpuOps(layout, mesh, table=None)
+    ops = GpuOps(layout, mesh)
     out = jax.eval_shape(lambda kv, q: ops.attend(q, kv, LAYER, tokens, scale=0.3, window=None), kv, q)
     assert out.shape == q.shape
     assert "2 to 4 GiB" in caplog.text

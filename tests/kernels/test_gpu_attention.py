@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import cycle
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from pallas_kernels import gpu_attention
 from pallas_kernels.attention import attend
 from pallas_kernels.gpu_attention import gpu_refuses
 from pallas_kernels.gpu_triton import GpuParts
@@ -20,9 +22,9 @@ SOUND = GpuParts()
 WINDOWED = (Kind.MIXED, RAGGED, "mqa", ml_dtypes.bfloat16, 5)
 
 
-def attended(paged, splits=1, *, window=None, blocks=None, **options):
-    options = {"blocks": blocks or FixedGpuBlocks(splits), "implementation": "gpu", "interpret": True, **options}
-    return run(paged, window=window, **options)
+def attended(paged, splits=1, *, window=None, rule=None, **options):
+    with patch.object(gpu_attention, "gpu_blocks_by_rule", rule or FixedGpuBlocks(splits)):
+        return run(paged, window=window, blocks=None, implementation="gpu", interpret=True, **options)
 
 
 @pytest.mark.parametrize(("case", "splits"), list(zip([*CASES, WINDOWED], cycle((3, 1)), strict=False)))
@@ -43,10 +45,10 @@ def test_the_rule_s_own_blocks_serve_real_head_dimensions(dim, dtype):
     np.testing.assert_allclose(out, wanted, atol=3e-2 if dtype != np.int8 else 2e-3)
 
 
-@pytest.mark.parametrize("blocks", [FixedGpuBlocks(2, 16, 32), FixedGpuBlocks(1, 32, 16), FixedGpuBlocks(9, 64, 16)])
-def test_block_sizes_do_not_change_what_comes_out(blocks):
+@pytest.mark.parametrize("rule", [FixedGpuBlocks(2, 16, 32), FixedGpuBlocks(1, 32, 16), FixedGpuBlocks(9, 64, 16)])
+def test_block_sizes_do_not_change_what_comes_out(rule):
     paged = PagedRows([(6, 38), (3, 3)], SHAPES["gqa"], np.float32, heads_major=False)
-    out, wanted = attended(paged, blocks=blocks, kind=Kind.PREFILL)
+    out, wanted = attended(paged, rule=rule, kind=Kind.PREFILL)
     np.testing.assert_allclose(out, wanted, atol=2e-5)
 
 

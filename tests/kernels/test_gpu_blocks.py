@@ -1,19 +1,14 @@
-"""Block sizes of the GPU kernel: the rule's bounds, and data files that override it."""
+"""Block sizes of the GPU kernel: the rule's bounds."""
 
-import json
 from itertools import product
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.gpu_blocks import GpuBlocks, GpuBlockTable, gpu_blocks_by_rule
+from pallas_kernels.gpu_blocks import gpu_blocks_by_rule
 
 SHARED_BYTES = 227 * 2**10  # that one program of a Hopper GPU may take
-ENTRY = {
-    "decode": True, "dim": 128, "kv_heads": 8, "query_heads": 32, "dtype": "bfloat16", "page_size": 16,
-    "rows": 16, "keys": 32, "splits": 5, "warps": 2, "stages": 4, "microseconds": 9.5,
-}  # fmt: skip
 
 
 def sizes(
@@ -70,19 +65,3 @@ def test_short_sequences_are_not_split_finer_than_blocks_of_keys():
 def test_prefill_splits_only_what_does_not_fill_the_gpu():
     assert gpu_blocks_by_rule(**sizes(decode=False, num_queries=4096)).splits == 1
     assert gpu_blocks_by_rule(**sizes(decode=False, num_queries=64)).splits == 8
-
-
-def test_what_was_measured_overrides_the_rule_and_the_rest_follows_it(tmp_path):
-    path = tmp_path / "nvidia_h200.json"
-    path.write_text(json.dumps({"device": "NVIDIA H200", "blocks": [ENTRY]}))
-    table = GpuBlockTable.read(path)
-    assert table.gpu_blocks(**sizes(decode=True)) == GpuBlocks(rows=16, keys=32, splits=5, warps=2, stages=4)
-    for other in ({"decode": False}, {"decode": True, "dim": 64}, {"decode": True, "dtype": "int8"}):
-        assert table.gpu_blocks(**sizes(**other)) == gpu_blocks_by_rule(**sizes(**other))
-
-
-def test_a_data_file_that_is_wrong_is_named_with_its_entry(tmp_path):
-    path = tmp_path / "nvidia_h200.json"
-    path.write_text(json.dumps({"blocks": [ENTRY, {**ENTRY, "splits": None}]}))
-    with pytest.raises(ValueError, match=r"nvidia_h200.json: blocks\[1\]"):
-        GpuBlockTable.read(path)
