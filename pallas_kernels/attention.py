@@ -19,10 +19,9 @@ from pallas_kernels import ref
 from pallas_kernels.attention_shape import LANES, Shape
 from pallas_kernels.blocks import Blocks, BlockTable, blocks_by_rule
 from pallas_kernels.gpu_attention import attend_gpu, gpu_refuses
-from pallas_kernels.gpu_triton import GpuParts
 from pallas_kernels.implementation import Implementation, Refused, Shaped
 from pallas_kernels.rows import Kind, Rows
-from pallas_kernels.tpu_attention import Parts, attend_blocks
+from pallas_kernels.tpu_attention import attend_blocks
 from pallas_kernels.work import plan_work
 
 REF_TILE = 16  # queries that share a gather of their pages
@@ -46,7 +45,6 @@ def attend(
     dtype: jnp.dtype | None = None,
     table: BlockTable | None = None,
     interpret: Any = False,
-    parts: Parts | GpuParts | None = None,
 ) -> jax.Array:
     """Attention of q [T, H, D], whose rows are `rows`, over the pages of page_tables i32[B, M]; returns [T, H, D].
 
@@ -56,8 +54,8 @@ def attend(
     kv is [L, P, K, S, 2 * D] (heads-major) or [L, P, S, K, 2 * D]: float32, bfloat16, or int8 with `scales` float32 of the same
     shape with a last axis of 2, for keys and for values. `dtype` is what products are made in, by default kv's, for
     int8 q's. `ref` takes 16-bit floats as their bits (uint16) too, and then needs `dtype`.
-    `table` overrides the rule for block sizes of `tpu`; `interpret` is passed to Pallas, `parts`, of the implementation's kind,
-    are for tests that plant faults. Raises Refused for what it cannot do (see `tpu_refuses`, `gpu_refuses`).
+    `table` overrides the rule for block sizes of `tpu`; `interpret` is passed to Pallas. Raises Refused for what it cannot do
+    (see `tpu_refuses`, `gpu_refuses`).
     """
     dtype = dtype or (q.dtype if kv.dtype == jnp.int8 else kv.dtype)
     layer = jnp.asarray(layer, jnp.int32)
@@ -77,10 +75,10 @@ def attend(
         )
         return _without_gaps(out, rows, None)
     if implementation == "gpu":
-        kernel: Any = partial(attend_gpu, parts=parts if isinstance(parts, GpuParts) else GpuParts())
+        kernel: Any = attend_gpu
         reason = gpu_refuses(q, kv, dtype=dtype, heads_major=heads_major)
     else:
-        kernel = partial(_attend_tpu, table=table, parts=parts if isinstance(parts, Parts) else Parts())
+        kernel = partial(_attend_tpu, table=table)
         reason = tpu_refuses(q, kv, page_tables, dtype=dtype, heads_major=heads_major, interpreted=bool(interpret))
     if reason:
         raise Refused(f"paged attention for {implementation.upper()}: {reason}")
@@ -166,7 +164,6 @@ def _attend_tpu(
     dtype: jnp.dtype,
     table: BlockTable | None,
     interpret: Any,
-    parts: Parts,
 ) -> jax.Array:
     """Arrange the arrays as the kernel wants them."""
     num_layers, num_pages, num_kv_heads, page_size, features = kv.shape
@@ -204,7 +201,6 @@ def _attend_tpu(
         work,
         None if scales is None else scales.reshape(*kv.shape[:2], shape.num_groups, heads, page_size, 2).swapaxes(-1, -2),
         shape=shape,
-        parts=parts,
         interpret=interpret,
     )
     values = out[..., shape.value_dim - dim :].reshape(num_blocks, num_heads, tile, dim).swapaxes(1, 2)

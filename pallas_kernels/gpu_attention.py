@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gpu_blocks import gpu_blocks_by_rule
-from pallas_kernels.gpu_triton import GpuParts, GpuShape, attend_items
+from pallas_kernels.gpu_triton import GpuShape, attend_items
 from pallas_kernels.implementation import Shaped
 from pallas_kernels.rows import Rows
 from pallas_kernels.work import Work, plan_work
@@ -51,7 +51,6 @@ def attend_gpu(
     window: int | None,
     dtype: jnp.dtype,
     interpret: Any,
-    parts: GpuParts,
 ) -> jax.Array:
     """Attention of q [T, H, D] over kv [L, P, S, K, F]. What belongs to no row is undefined, and so is,
     when decoding, what belongs to a row but is not its first query."""
@@ -87,7 +86,6 @@ def attend_gpu(
         kv.reshape(-1, features),
         None if scales is None else scales.reshape(-1, 2),
         shape=shape,
-        parts=parts,
         interpret=interpret,
     )
     return out[0].reshape(q.shape) if blocks.splits == 1 else _joined(out, q)

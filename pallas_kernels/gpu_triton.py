@@ -14,7 +14,6 @@ JAX says that this backend of Pallas will go: another one replaces this file alo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,20 +58,6 @@ class GpuShape:
         return max(16, 1 << (self.dim - 1).bit_length())
 
 
-def _same(value: jax.Array) -> jax.Array:
-    return value
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GpuParts:
-    """The decisions of the kernel that are easily wrong, so that tests can plant faults in them."""
-
-    visible: Callable[[jax.Array, int | None], jax.Array] = visible  # (query - key, window)
-    read: Callable[[jax.Array], jax.Array] = _same  # keys that may be read, of those that some query of the item sees
-    entry: Callable[[jax.Array], jax.Array] = _same  # index into a page table
-    end: Callable[[jax.Array], jax.Array] = _same  # where a split's blocks of keys stop
-
-
 def attend_items(  # noqa: PLR0917
     work: jax.Array,
     page_tables: jax.Array,
@@ -82,7 +67,6 @@ def attend_items(  # noqa: PLR0917
     scales: jax.Array | None,
     *,
     shape: GpuShape,
-    parts: GpuParts,
     interpret: Any,
 ) -> tuple[jax.Array, ...]:
     """Attention of q [T * H, D] over rows of cache [L * P * S * K, F], by the packed work list i32[8, W + 1].
@@ -97,7 +81,7 @@ def attend_items(  # noqa: PLR0917
         each = shape.blocks.splits * q.shape[0]
         out_shape = [jax.ShapeDtypeStruct((each, shape.dim), jnp.float32), *[jax.ShapeDtypeStruct((each,), jnp.float32)] * 2]
     operands = [work, page_tables, layer, q, cache, *([] if scales is None else [scales])]
-    kernel = partial(_kernel, shape=shape, parts=parts, quantised=scales is not None)
+    kernel = partial(_kernel, shape=shape, quantised=scales is not None)
     return tuple(
         pl.pallas_call(
             kernel,
@@ -113,9 +97,7 @@ def attend_items(  # noqa: PLR0917
     )
 
 
-def _kernel(
-    work: Any, tables: Any, layer: Any, q: Any, cache: Any, *rest: Any, shape: GpuShape, parts: GpuParts, quantised: bool
-) -> None:
+def _kernel(work: Any, tables: Any, layer: Any, q: Any, cache: Any, *rest: Any, shape: GpuShape, quantised: bool) -> None:
     scales, outs = (rest[0], rest[1:]) if quantised else (None, rest)
     item = shape.num_items - 1 - pl.program_id(2)  # the last of a prompt have the most keys: they begin first
     head = pl.program_id(0)
@@ -152,8 +134,8 @@ def _kernel(
     def step(number: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         largest, total, sums = carry
         key = number * shape.blocks.keys + jnp.arange(shape.blocks.keys, dtype=jnp.int32)
-        inside = parts.read((key >= least) & (key < most))
-        page = triton.load(tables.at[row, parts.entry(lax.div(key, shape.page_size))], mask=inside, other=0)
+        inside = _inside(key, least, most)
+        page = triton.load(tables.at[row, _entry(key, shape.page_size)], mask=inside, other=0)
         at = ((of_layer + page) * shape.page_size + lax.rem(key, shape.page_size)) * shape.num_kv_heads + head
         (rows, features), mask = pairs(at, inside, feature, real)
         keys = triton.load(cache.at[rows, features], mask=mask, other=nothing).astype(shape.compute_dtype)
@@ -161,7 +143,7 @@ def _kernel(
         if scales is not None:
             of_keys = triton.load(scales.at[at, jnp.zeros_like(at)], mask=inside, other=0.0)
             scores = scores * of_keys[None, :]
-        seen = parts.visible(position[:, None] - key[None, :], shape.window)
+        seen = visible(position[:, None] - key[None, :], shape.window)
         scores = jnp.where(seen, scores, LOWEST)
         new_largest = jnp.maximum(largest, jnp.max(scores, axis=1))
         weights = jnp.where(seen, jnp.exp2(scores - new_largest[:, None]), 0.0)
@@ -180,7 +162,7 @@ def _kernel(
         jnp.zeros((shape.blocks.rows,), jnp.float32),
         jnp.zeros((shape.blocks.rows, shape.lanes), jnp.float32),
     )
-    largest, total, sums = lax.fori_loop(begin, parts.end(jnp.minimum(begin + each, stop)), step, start)
+    largest, total, sums = lax.fori_loop(begin, _end(begin, each, stop), step, start)
     if shape.blocks.splits == 1:
         sums = (sums / jnp.where(total > 0, total, 1.0)[:, None]).astype(shape.out_dtype)
     else:
@@ -189,3 +171,21 @@ def _kernel(
         triton.store(outs[2].at[place], total, mask=mine)
     index, mask = pairs(place, mine, feature, real)
     triton.store(outs[0].at[index], sums, mask=mask)
+
+
+# What is easily wrong: tests replace these, and `visible`, to plant faults.
+
+
+def _inside(key: jax.Array, least: jax.Array, most: jax.Array) -> jax.Array:
+    """Which keys are read."""
+    return (key >= least) & (key < most)
+
+
+def _entry(key: jax.Array, page_size: int) -> jax.Array:
+    """Index into a page table."""
+    return lax.div(key, page_size)
+
+
+def _end(begin: jax.Array, each: jax.Array, stop: jax.Array) -> jax.Array:
+    """Where a split's blocks of keys stop."""
+    return jnp.minimum(begin + each, stop)

@@ -19,10 +19,7 @@ def loop(length: int, act: Callable[[Any], None], *, written_out: bool = True) -
         lax.fori_loop(0, length, lambda index, _: act(index), None)
 
 
-Arrive = Callable[[Callable[[], None], Callable[[], None]], None]  # (wait for what was copied, use it)
-
-
 def arrive(wait: Callable[[], None], use: Callable[[], None]) -> None:
-    """Wait, then use what came. Kernels take it as a parameter, so that tests can plant a wait that is missing or late."""
+    """Wait for what was copied, then use it. Tests replace it to plant a wait that is missing or late."""
     wait()
     use()

@@ -12,8 +12,7 @@ by the probabilities, and the caller takes the upper half.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -24,31 +23,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.attention_shape import LANES, Shape
-from pallas_kernels.loops import Arrive, arrive, loop
+from pallas_kernels.loops import arrive, loop
 from pallas_kernels.tpu_copies import Copies, Stream
 from pallas_kernels.work import BLOCK, FIRST, HIGH, LOW, LOWEST, OFFSET, STOP, Work, visible
 
 _NOWHERE = -(2**30)  # position of a query that sees nothing
 _LATENCY_ROWS = 64  # parts with more rows keep a chip busy one by one, and would take long to compile side by side
-
-
-def _clean(values: jax.Array, seen: jax.Array) -> jax.Array:
-    return jnp.where(seen, values, jnp.zeros((), values.dtype))  # 0 * NaN is NaN
-
-
-def _entry(index: jax.Array) -> jax.Array:
-    return index
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Parts:
-    """The decisions of the kernel that are easily wrong, so that tests can plant faults in them."""
-
-    visible: Callable[[jax.Array, int | None], jax.Array] = visible  # (query - key, window)
-    clean: Callable[[jax.Array, jax.Array], jax.Array] = _clean  # (values, keys that any query sees)
-    arrive: Arrive = arrive  # of a block of keys
-    table_arrives: Arrive = arrive
-    entry: Callable[[jax.Array], jax.Array] = _entry  # index into a page table
 
 
 def attend_blocks(  # noqa: PLR0917
@@ -60,7 +40,6 @@ def attend_blocks(  # noqa: PLR0917
     scales: jax.Array | None,
     *,
     shape: Shape,
-    parts: Parts,
     interpret: Any,
 ) -> jax.Array:
     """Sums of q [N, G, query_rows, D] over cache [L, P, G, heads * S, F]; returns [N, G, query_rows, value_dim].
@@ -80,7 +59,7 @@ def attend_blocks(  # noqa: PLR0917
         pltpu.VMEM((shape.num_groups, shape.query_rows, shape.value_dim), jnp.float32),
     ]
     return pl.pallas_call(
-        partial(_kernel, shape=shape, parts=parts),
+        partial(_kernel, shape=shape),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(jnp.maximum(work.num_items, 1),),  # a grid of no steps is not something to rely on
@@ -107,7 +86,6 @@ def _kernel(  # noqa: PLR0917
     cache: Any,
     *rest: Any,
     shape: Shape,
-    parts: Parts,
 ) -> None:
     """One item: refs in SMEM (work, num_items, layer), VMEM (q, out, scratch) and HBM (tables, cache, scales)."""
     sources, rest = ((cache, rest[0]), rest[1:]) if shape.quantised else ((cache,), rest)
@@ -124,8 +102,6 @@ def _kernel(  # noqa: PLR0917
         slot_semaphores=slot_semaphores,
         streams=streams,
         block_pages=shape.block_pages,
-        entry=parts.entry,
-        table_arrives=parts.table_arrives,
     )
     item = pl.program_id(0)
     first, stop, low, high = (work[field, item] for field in (FIRST, STOP, LOW, HIGH))
@@ -157,10 +133,10 @@ def _kernel(  # noqa: PLR0917
 
         def use() -> None:
             block, *scales = (stream.buffers.at[buffer] for stream in streams)
-            online = partial(_part, q, block, scales, (here, low, high), (largest, total, sums), shape=shape, parts=parts)
+            online = partial(_part, q, block, scales, (here, low, high), (largest, total, sums), shape=shape)
             loop(shape.num_groups, online, written_out=shape.query_rows <= _LATENCY_ROWS)
 
-        parts.arrive(lambda: copies.wait(item, number), use)
+        arrive(lambda: copies.wait(item, number), use)
 
     lax.fori_loop(first, stop, step, None)
     query = jnp.broadcast_to(_query_of_row(shape)[0], (shape.query_rows, shape.value_dim))
@@ -181,7 +157,6 @@ def _part(  # noqa: PLR0917
     part: jax.Array,
     *,
     shape: Shape,
-    parts: Parts,
 ) -> None:
     """Add one block of keys to the sums of one part."""
     (here, low, high), (largest, total, sums) = where, state
@@ -194,7 +169,7 @@ def _part(  # noqa: PLR0917
     token, key_head = _place(lax.broadcasted_iota(jnp.int32, (1, shape.key_rows), 1), shape)
     query, query_head = _query_of_row(shape)
     position = jnp.where((query >= low) & (query < high), here + query, _NOWHERE)
-    mask = parts.visible(position - token, shape.window)
+    mask = visible(position - token, shape.window)
     if shape.heads > 1:
         mask &= query_head == key_head
     if scales:
@@ -214,8 +189,13 @@ def _part(  # noqa: PLR0917
     value_token = jnp.broadcast_to(value_token, values.shape)
     last, earliest = here + high - 1, here + low
     seen = (last >= value_token) if shape.window is None else (last >= value_token) & (earliest - value_token < shape.window)
-    new = _dot(weights.astype(shape.compute_dtype), parts.clean(values, seen), transposed=False, precision=precision)
+    new = _dot(weights.astype(shape.compute_dtype), _clean(values, seen), transposed=False, precision=precision)
     sums[part] = sums[part] * shrink + new
+
+
+def _clean(values: jax.Array, seen: jax.Array) -> jax.Array:
+    """Values of keys that no query sees are zeros: 0 * NaN is NaN."""
+    return jnp.where(seen, values, jnp.zeros((), values.dtype))
 
 
 def _widened(rows: jax.Array, features: int) -> jax.Array:

@@ -17,7 +17,7 @@ import jax
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.loops import Arrive, loop
+from pallas_kernels.loops import arrive, loop
 from pallas_kernels.work import FIRST, ROW, TURN
 
 
@@ -41,8 +41,6 @@ class Copies:
     slot_semaphores: Any  # [2]
     streams: tuple[Stream, ...]
     block_pages: int
-    entry: Callable[[jax.Array], jax.Array]  # index into a page table
-    table_arrives: Arrive
 
     def start_table(self, item: jax.Array) -> None:
         """Begin to copy the page table of an item."""
@@ -50,7 +48,7 @@ class Copies:
 
     def start_item(self, item: jax.Array) -> None:
         """Begin to copy the first block of an item whose table was started; waits for that."""
-        self.table_arrives(self._table(item).wait, lambda: self.start(item, self.work[FIRST, item]))
+        arrive(self._table(item).wait, lambda: self.start(item, self.work[FIRST, item]))
 
     def start(self, item: jax.Array, number: jax.Array) -> None:
         """Begin to copy block `number` of the item whose table is here."""
@@ -72,9 +70,14 @@ class Copies:
         buffer, slot = self.buffer(item, number), lax.rem(item, 2)
 
         def of_page(page: Any) -> None:
-            where = (self.layer[0], self.slots[slot, 0, self.entry(number * self.block_pages + page)])
+            where = (self.layer[0], self.slots[slot, 0, _entry(number, page, self.block_pages)])
             for stream in self.streams:
                 target = stream.buffers.at[buffer, page]
                 act(pltpu.make_async_copy(stream.pages.at[where], target, stream.semaphores.at[buffer]))
 
         loop(self.block_pages, of_page)
+
+
+def _entry(number: jax.Array, page: Any, block_pages: int) -> jax.Array:
+    """Index into a page table of a page of block `number`. Tests replace it to plant a fault."""
+    return number * block_pages + page

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.loops import Arrive, arrive, loop
+from pallas_kernels.loops import arrive, loop
 
 _STEP_BYTES = 2**18
 _MOST_PAGES = 16
@@ -29,21 +29,14 @@ def pages_per_step(kv: jax.Array, num_pages: int) -> int:
     return max(1, min(_STEP_BYTES // page_bytes, _MOST_PAGES, num_pages))
 
 
-def gather_pages(
-    kv: jax.Array,
-    pages: jax.Array,
-    *,
-    dtype: Any,
-    interpret: Any,
-    arrive: Arrive = arrive,
-) -> jax.Array:
+def gather_pages(kv: jax.Array, pages: jax.Array, *, dtype: Any, interpret: Any) -> jax.Array:
     """dtype[L, N, K, S, F] of pages i32[N], which exist, of kv [L, P, K, S, F]."""
     (num_layers, _, *page), num_pages = kv.shape, pages.shape[0]
     per_step = pages_per_step(kv, num_pages)
     padded = jnp.pad(pages, (0, -num_pages % per_step))
     num_steps = padded.shape[0] // per_step
     out = pl.pallas_call(
-        partial(_kernel, per_step=per_step, arrive=arrive),
+        partial(_kernel, per_step=per_step),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(num_layers, num_steps),
@@ -59,16 +52,7 @@ def gather_pages(
     return out[:, :num_pages]
 
 
-def _kernel(
-    pages: Any,
-    cache: Any,
-    out: Any,
-    buffers: Any,
-    semaphores: Any,
-    *,
-    per_step: int,
-    arrive: Arrive,
-) -> None:
+def _kernel(pages: Any, cache: Any, out: Any, buffers: Any, semaphores: Any, *, per_step: int) -> None:
     """One step: refs in SMEM (pages), HBM (cache) and VMEM (out, buffers)."""
     num_steps = pl.num_programs(1)
     step = pl.program_id(0) * num_steps + pl.program_id(1)

@@ -17,13 +17,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.loops import Arrive, arrive, loop
+from pallas_kernels.loops import arrive, loop
 from pallas_kernels.tpu_gather import pages_per_step
 
 
-def scatter_pages(
-    kv: jax.Array, new: jax.Array, pages: jax.Array, span: jax.Array, *, interpret: Any, arrive: Arrive = arrive
-) -> jax.Array:
+def scatter_pages(kv: jax.Array, new: jax.Array, pages: jax.Array, span: jax.Array, *, interpret: Any) -> jax.Array:
     """kv [L, P, K, S, F] with tokens [span[0], span[1]) of new [L, N, K, S, F] in pages i32[N], which exist; donated, in place.
 
     Pages are distinct, except for those whose tokens are all outside `span` i32[2]. Token i is slot i % S of page i // S.
@@ -33,7 +31,7 @@ def scatter_pages(
     missing = -num_pages % per_step
     num_steps = (num_pages + missing) // per_step
     return pl.pallas_call(
-        partial(_kernel, per_step=per_step, arrive=arrive),
+        partial(_kernel, per_step=per_step),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(num_layers, num_steps),
@@ -69,7 +67,6 @@ def _kernel(  # noqa: PLR0917
     edge_semaphore: Any,
     *,
     per_step: int,
-    arrive: Arrive,
 ) -> None:
     """One step: refs in SMEM (pages, span), VMEM (new, buffers, edge) and HBM (cache, which is `old` too)."""
     del old

@@ -1,6 +1,4 @@
-"""Faults planted in the TPU attention kernel through its replaceable parts: values or the race detector show every one."""
-
-import dataclasses
+"""Faults planted in the TPU attention kernel, whose functions are replaced: values or the race detector show every one."""
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +6,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import tpu_attention, tpu_copies
 from pallas_kernels.rows import Kind
-from pallas_kernels.tpu_attention import Parts
+from pallas_kernels.work import visible
 from tests.kernels.pages import PagedRows
 from tests.kernels.test_attention import DECODE, PREFILL, SHAPES, run
 
-SOUND = Parts()
 RAISED_RACE = "RACE DETECTED"  # from jax 0.12 on; before, it was printed
 
 
@@ -26,27 +24,26 @@ def late_wait(wait, use):
     wait()
 
 
-FAULTS = {
-    "no wait": {"arrive": no_wait},
-    "late wait": {"arrive": late_wait},
-    "late wait for a page table": {"table_arrives": late_wait},
-    "next page": {"entry": lambda index: jnp.minimum(index + 1, 4)},
-    "page before": {"entry": lambda index: jnp.maximum(index - 1, 0)},
-    "values of masked keys": {"clean": lambda values, seen: values},
-    "sees one key too many": {
-        "visible": lambda distance, window: SOUND.visible(distance + 1, None if window is None else window + 1)
-    },
-    "window too wide": {"visible": lambda distance, window: SOUND.visible(distance, window and window + 1)},
-    "window too narrow": {"visible": lambda distance, window: SOUND.visible(distance, window and window - 1)},
+entry = tpu_copies._entry
+FAULTS = {  # the function of a module that is replaced, and by what
+    "no wait": (tpu_attention, "arrive", no_wait),
+    "late wait": (tpu_attention, "arrive", late_wait),
+    "late wait for a page table": (tpu_copies, "arrive", late_wait),
+    "next page": (tpu_copies, "_entry", lambda *of: jnp.minimum(entry(*of) + 1, 4)),
+    "page before": (tpu_copies, "_entry", lambda *of: jnp.maximum(entry(*of) - 1, 0)),
+    "values of masked keys": (tpu_attention, "_clean", lambda values, seen: values),
+    "sees one key too many": (tpu_attention, "visible", lambda distance, window: visible(distance + 1, window and window + 1)),
+    "window too wide": (tpu_attention, "visible", lambda distance, window: visible(distance, window and window + 1)),
+    "window too narrow": (tpu_attention, "visible", lambda distance, window: visible(distance, window and window - 1)),
 }
 
 
-def verdict(parts, capfd, *, kind, rows, window=5):
+def verdict(capfd, *, kind, rows, window=5):
     """(values are right, the detector saw a race)."""
     paged = PagedRows(rows, SHAPES["gqa"], np.float32)
     interpret = pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait")
     try:
-        out, wanted = run(paged, window=window, kind=kind, implementation="tpu", interpret=interpret, parts=parts)
+        out, wanted = run(paged, window=window, kind=kind, implementation="tpu", interpret=interpret)
     except jax.errors.JaxRuntimeError as error:
         if RAISED_RACE in str(error):
             return True, True
@@ -65,7 +62,7 @@ def verdict(parts, capfd, *, kind, rows, window=5):
         *[(fault, Kind.PREFILL) for fault in ("no wait", "next page", "values of masked keys", "window too wide")],
     ],
 )
-def test_a_planted_fault_is_caught(fault, kind, capfd):
-    rows = DECODE if kind is Kind.DECODE else PREFILL
-    right, raced = verdict(dataclasses.replace(SOUND, **FAULTS[fault]), capfd, kind=kind, rows=rows)
+def test_a_planted_fault_is_caught(fault, kind, capfd, monkeypatch):
+    monkeypatch.setattr(*FAULTS[fault])
+    right, raced = verdict(capfd, kind=kind, rows=DECODE if kind is Kind.DECODE else PREFILL)
     assert not right or (raced and "wait" in fault)

@@ -10,15 +10,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import gpu_attention
+from pallas_kernels import gpu_attention, gpu_triton
 from pallas_kernels.attention import attend
 from pallas_kernels.gpu_attention import gpu_refuses
-from pallas_kernels.gpu_triton import GpuParts
 from pallas_kernels.rows import Kind, Rows
+from pallas_kernels.work import visible
 from tests.kernels.pages import FixedGpuBlocks, PagedRows
 from tests.kernels.test_attention import CASES, DECODE, PREFILL, RAGGED, SHAPES, TOLERANCE, run
 
-SOUND = GpuParts()
 WINDOWED = (Kind.MIXED, RAGGED, "mqa", ml_dtypes.bfloat16, 5)
 
 
@@ -81,27 +80,27 @@ def test_a_row_s_result_depends_neither_on_its_neighbours_nor_on_its_place():
     assert not moved[1].any()
 
 
-FAULTS = {
-    "next page": {"entry": lambda index: jnp.minimum(index + 1, 4)},
-    "page before": {"entry": lambda index: jnp.maximum(index - 1, 0)},
-    "values of masked keys": {"read": jnp.ones_like},
-    "one key too few is read": {"read": lambda inside: inside & jnp.roll(inside, -1)},
-    "sees one key too many": {
-        "visible": lambda distance, window: SOUND.visible(distance + 1, None if window is None else window + 1)
-    },
-    "window too wide": {"visible": lambda distance, window: SOUND.visible(distance, window and window + 1)},
-    "window too narrow": {"visible": lambda distance, window: SOUND.visible(distance, window and window - 1)},
-    "splits overlap": {"end": lambda stop: stop + 1},
-    "splits leave a gap": {"end": lambda stop: stop - 1},
+inside, entry, end = gpu_triton._inside, gpu_triton._entry, gpu_triton._end
+FAULTS = {  # the function of the kernel that is replaced, and by what
+    "next page": ("_entry", lambda *of: jnp.minimum(entry(*of) + 1, 4)),
+    "page before": ("_entry", lambda *of: jnp.maximum(entry(*of) - 1, 0)),
+    "values of masked keys": ("_inside", lambda *of: jnp.ones_like(inside(*of))),
+    "one key too few is read": ("_inside", lambda *of: inside(*of) & jnp.roll(inside(*of), -1)),
+    "sees one key too many": ("visible", lambda distance, window: visible(distance + 1, window and window + 1)),
+    "window too wide": ("visible", lambda distance, window: visible(distance, window and window + 1)),
+    "window too narrow": ("visible", lambda distance, window: visible(distance, window and window - 1)),
+    "splits overlap": ("_end", lambda *of: end(*of) + 1),
+    "splits leave a gap": ("_end", lambda *of: end(*of) - 1),
 }
 
 
 @pytest.mark.parametrize(("kind", "rows"), [(Kind.DECODE, DECODE), (Kind.PREFILL, PREFILL)])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_caught(fault, kind, rows):
+def test_a_planted_fault_is_caught(fault, kind, rows, monkeypatch):
+    monkeypatch.setattr(gpu_triton, *FAULTS[fault])
     window = None if fault.startswith("splits") else 5
     paged = PagedRows(rows, SHAPES["gqa"], np.float32, heads_major=False)
-    out, wanted = attended(paged, 2, window=window, kind=kind, parts=replace(SOUND, **FAULTS[fault]))
+    out, wanted = attended(paged, 2, window=window, kind=kind)
     assert not np.allclose(out, wanted, atol=2e-5)
 
 

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu_gather import gather_pages
+from pallas_kernels import tpu_gather, tpu_scatter
 from pallas_kernels.tpu_scales import store_scales
-from pallas_kernels.tpu_scatter import scatter_pages
 from pallas_kernels.transfer import gather, scatter
 from pallas_kernels.write import write
 from tests.kernels.test_faults import RAISED_RACE
@@ -150,16 +149,17 @@ def late_wait(wait, use):
 
 @pytest.mark.parametrize("fault", [no_wait, late_wait])
 @pytest.mark.parametrize("kernel", ["gather", "scatter"])
-def test_a_copy_that_is_not_waited_for_is_caught(fault, kernel, capfd):
+def test_a_copy_that_is_not_waited_for_is_caught(fault, kernel, capfd, monkeypatch):
+    monkeypatch.setattr(tpu_gather if kernel == "gather" else tpu_scatter, "arrive", fault)
     # Steps of one page: the third is the first whose buffer was used before.
     kv, pages = numbers((4, P, K, 512, 128), np.float32), np.array([7], np.int32)
     wanted = kv[:, pages]
 
     def moved():
         if kernel == "gather":
-            return gather_pages(kv, pages, dtype=np.float32, interpret=STRICT, arrive=fault)
+            return tpu_gather.gather_pages(kv, pages, dtype=np.float32, interpret=STRICT)
         span, empty = np.array([0, 512], np.int32), jnp.zeros_like(kv)
-        return scatter_pages(empty, wanted, pages, span, interpret=STRICT, arrive=fault)[:, pages]
+        return tpu_scatter.scatter_pages(empty, wanted, pages, span, interpret=STRICT)[:, pages]
 
     try:
         right = np.array_equal(np.asarray(moved()), wanted)
