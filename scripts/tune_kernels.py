@@ -3,7 +3,8 @@
     PYTHONPATH=. python scripts/tune_kernels.py --query-heads 32 --kv-heads 8 --head-dim 128 [--kv-dtype int8] [--page-size 128]
 
 Heads are those of one chip: with tensor parallelism, the model's divided by its degree. What is found is merged into
-`pallas_kernels/tuned/CHIP.json`, which workers on such chips read at start; --out writes elsewhere. Exits 3 without a TPU.
+`pallas_kernels/tuned/CHIP.json`, which workers on such chips read at start; --out writes elsewhere. Exits 3 without a TPU, 1
+when every candidate was refused.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from kernel_tuning.problem import Problem, measure
 from pallas_kernels.blocks import KEY_FIELDS, TUNED, Blocks, BlockTable, file_stem
 
 Measure = Callable[[Problem, Blocks], float | None]
-NO_TPU = 3
+ALL_REFUSED, NO_TPU = 1, 3
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0, or NO_TPU."""
+    """0, ALL_REFUSED or NO_TPU."""
     options = _parser().parse_args(arguments)
     device = jax.devices()[0]
     if device.platform != "tpu":
@@ -38,6 +39,9 @@ def main(arguments: list[str] | None = None) -> int:
     path = options.out or TUNED / f"{file_stem(device.device_kind)}.json"
     print(f"{device.device_kind}, jax {jax.__version__}, median of {options.runs} runs")
     found = [entry for problem in problems(options) if (entry := best(problem, partial(measure, runs=options.runs)))]
+    if not found:
+        print("tune_kernels: every candidate was refused, as said above; nothing is written", file=sys.stderr)
+        return ALL_REFUSED
     merge(path, device.device_kind, found)
     print(f"written to {path}")
     return 0

@@ -15,6 +15,7 @@ import numpy as np
 
 from pallas_kernels.attention import attend
 from pallas_kernels.blocks import Blocks, BlockTable
+from pallas_kernels.implementation import Refused
 from pallas_kernels.rows import Kind, Rows
 
 _CALLS = 8  # of one layer each, in one dispatch
@@ -59,12 +60,12 @@ class Problem:
 
 
 def measure(problem: Problem, blocks: Blocks, *, runs: int, interpret: Any = False) -> float | None:
-    """Median seconds of one call on the default device; None when its compiler refuses these blocks."""
+    """Median seconds of one call on the default device; None when the kernel or its compiler refuses."""
     arguments = _arguments(problem)
     step = jax.jit(partial(_calls, problem=problem, blocks=blocks, interpret=interpret))
     try:
         jax.block_until_ready(step(*arguments))
-    except jax.errors.JaxRuntimeError as error:
+    except (jax.errors.JaxRuntimeError, Refused) as error:
         print(f"    {blocks}: refused: {str(error).splitlines()[0][:120]}")
         return None
     took = []

@@ -1,6 +1,7 @@
 """Block sizes: the rule, measured sizes from data files, and the script that finds them."""
 
 import argparse
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +82,18 @@ def test_a_chip_that_nobody_measured_has_no_data_file():
 def test_without_a_tpu_the_script_says_so(capsys):
     assert tune_kernels.main(["--query-heads", "8", "--kv-heads", "2", "--head-dim", "128"]) == tune_kernels.NO_TPU
     assert "wanted tpu" in capsys.readouterr().err
+
+
+def test_pages_that_the_kernel_refuses_are_told_and_no_file_is_written(tmp_path, monkeypatch, capsys):
+    """The default page size, for int8."""
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="tpu", device_kind="Chip 1")])
+    shape = ["--query-heads", "2", "--kv-heads", "1", "--head-dim", "64", "--batch", "1", "--context", "16"]
+    arguments = [*shape, "--kv-dtype", "int8", "--out", str(tmp_path / "chip.json")]
+    assert tune_kernels.main(arguments) == tune_kernels.ALL_REFUSED
+    said = capsys.readouterr()
+    assert "refused: paged attention for TPU: pages of 16 tokens of int8, wanted a multiple of 128" in said.out
+    assert "nothing is written" in said.err
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_measured_is_the_kernel():
