@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from chaos_kit import leaks
+from chaos_kit.fleet import Fleet, FleetPlan
+from chaos_kit.leaks import Baseline, Held
 from chaos_kit.member import Member
 
 
@@ -32,3 +37,16 @@ def test_an_engine_that_has_not_answered_is_asked_again_and_not_taken_for_empty(
     assert "has not answered" in found
     (found,) = asyncio.run(leaks.at_rest([Idle(silent, {"streams": ["r/0"]})]))
     assert found.startswith("D1: streams")
+
+
+def test_a_process_that_has_died_meanwhile_holds_nothing(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with httpx.AsyncClient() as http:
+            fleet = Fleet(FleetPlan(model=""), tmp_path, http)
+            fleet.decode = [Member("D1", directory=tmp_path, http=http, enter=(sys.executable, "-c", ""))]
+            fleet.launch(fleet.decode[0])
+            await fleet.decode[0].reap()
+            nothing = Held(threads=0, descriptors=0, sockets=0, rss_bytes=0)
+            assert await Baseline({"D": nothing}, leaks.shared_memory()).exceeded(fleet) == []
+
+    asyncio.run(body())
