@@ -19,19 +19,25 @@ class Child:
         self._pipe = pipe
 
     def tell(self, what: object) -> None:
-        """Send what is not answered."""
-        self._pipe.send(what)
+        """Send what is not answered. Raises RuntimeError when the process has ended."""
+        try:
+            self._pipe.send(what)
+        except OSError as error:
+            raise RuntimeError(f"process {self.pid} has ended") from error
 
     def ask(self, what: object, timeout_s: float = STEP_S) -> Any:
         """Raises RuntimeError when no answer comes, or it is an error."""
-        self._pipe.send(what)
+        self.tell(what)
         return self.answer(timeout_s)
 
     def answer(self, timeout_s: float) -> Any:
-        """The next answer."""
+        """The next answer. Raises as `ask` does."""
         if not self._pipe.poll(timeout_s):
             raise RuntimeError(f"process {self.pid} has not answered within {timeout_s:g} s")
-        said = self._pipe.recv()
+        try:
+            said = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise RuntimeError(f"process {self.pid} has ended") from error
         if isinstance(said, Exception):
             raise RuntimeError(f"process {self.pid}: {said!r}") from said
         return said
