@@ -58,13 +58,16 @@ class Server:
             time.sleep(0.05)
 
     def handoffs(self) -> set[str]:
-        """Names of the hand-offs that this decode worker has under way."""
+        """Names of the hand-offs that this decode worker has under way. Raises RuntimeError when its engine does not answer."""
         until_s = time.monotonic() + ANSWER_S
         while True:
             with urllib.request.urlopen(f"http://{self.ready.http}/debug/state", timeout=ANSWER_S) as answer:
                 state = json.load(answer)
-            if "error" not in state or time.monotonic() > until_s:  # else its engine waits for a core
+            if "error" not in state:
                 return set(state["handoff"]["handoffs"])
+            if time.monotonic() > until_s:
+                raise RuntimeError(str(state["error"]))
+            time.sleep(0.05)  # its engine waits for a core
 
     def cpu_s(self) -> float:
         """CPU seconds of the process so far, all threads; what others do on its core shows least in these."""
