@@ -22,7 +22,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -67,13 +67,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--part", choices=("all", *PARTS), default="all")
     parser.add_argument("--times", type=int, default=5, help="strikes of each kind under load")
     parser.add_argument("--model", default=str(DEMO), help="a directory; default: the demo model")
-    parser.add_argument("--stages", default=_names(Stage), help="default: %(default)s")
-    parser.add_argument("--victims", default=",".join(victim.value for victim in Victim), help="default: %(default)s")
-    parser.add_argument("--blows", default=_names(Blow), help="default: %(default)s")
-    parser.add_argument("--troubles", default=_names(Trouble), help="under load; default: %(default)s")
-    parser.add_argument("--roles", default="P,D", help="under load; default: %(default)s")
+    _add_choice(parser, "--stages", _by_name(Stage))
+    _add_choice(parser, "--victims", {victim.value: victim for victim in Victim})
+    _add_choice(parser, "--blows", _by_name(Blow))
+    _add_choice(parser, "--troubles", _by_name(Trouble), "under load; ")
+    _add_choice(parser, "--roles", {role: role for role in ("P", "D")}, "under load; ")
     parser.add_argument("--cores", default=apart(), help="under load: of the P and of the D, '' for any; default: %(default)s")
-    parser.add_argument("--cuts", default=",".join(cuts.BY_NAME), help="of the network between hosts; default: %(default)s")
+    _add_choice(parser, "--cuts", cuts.BY_NAME, "of the network between hosts; ")
     parser.add_argument("--hold-s", type=float, default=5.0, help="how long each lasts; default: %(default)g")
     parser.add_argument("--streams", type=int, default=24, help="during each; default: %(default)d")
     parser.add_argument(
@@ -84,8 +84,19 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _names(kind: type[Stage] | type[Blow] | type[Trouble]) -> str:
-    return ",".join(one.name.lower() for one in kind)
+def _by_name(kind: type[Stage] | type[Blow] | type[Trouble]) -> dict[str, Any]:
+    return {one.name.lower(): one for one in kind}
+
+
+def _add_choice(parser: argparse.ArgumentParser, flag: str, known: Mapping[str, object], about: str = "") -> None:
+    """A flag for some of the `known`, comma-separated; all by default."""
+
+    def read(text: str) -> list[object]:
+        if unknown := [name for name in text.split(",") if name not in known]:
+            raise argparse.ArgumentTypeError(f"got {', '.join(unknown)}, wanted some of {', '.join(known)}")
+        return [known[name] for name in text.split(",")]
+
+    parser.add_argument(flag, type=read, default=",".join(known), help=f"{about}default: %(default)s")
 
 
 def say(text: str) -> None:
@@ -117,9 +128,9 @@ async def table(
     cells: list[Cell] = []
     async with ready_fleet(plan, stages.everything_asked(), directory, http) as (fleet, answers):
         runner = CellRunner(fleet, answers)
-        for stage in (Stage[name.upper()] for name in arguments.stages.split(",")):
-            for victim in map(Victim, arguments.victims.split(",")):
-                for blow in (Blow[name.upper()] for name in arguments.blows.split(",")):
+        for stage in arguments.stages:
+            for victim in arguments.victims:
+                for blow in arguments.blows:
                     cells.append(await runner.run(stage, victim, blow))
                     say(cell_line(cells[-1]))
                     keep(cells)
@@ -135,9 +146,9 @@ async def under_load(
     async with ready_fleet(plan, gaps.everything_asked(), directory, http) as (fleet, answers):
         drill = GapDrill(fleet, answers)
         for number in range(arguments.times):
-            for role in arguments.roles.split(","):
+            for role in arguments.roles:
                 await drill.undisturbed(role)
-                for trouble in (Trouble[name.upper()] for name in arguments.troubles.split(",")):
+                for trouble in arguments.troubles:
                     await drill.strike(role, trouble)
             keep(drill)
             say(f"round {number + 1} of {arguments.times}\n{gap_table(drill.as_json())}")
@@ -148,7 +159,6 @@ async def over_hosts(
     arguments: argparse.Namespace, directory: Path, http: httpx.AsyncClient, keep: Callable[[HostDrill], None]
 ) -> HostDrill:
     """All cuts asked for, on one fleet; `keep` gets what was found so far."""
-    wanted = [cuts.BY_NAME[name] for name in arguments.cuts.split(",")]
     plan = FleetPlan(model=arguments.model, sizes=HOST_SIZES, transfer_backend=arguments.kv_transfer_backend)
     network = Network((*cuts.HOSTS, cuts.STRANGER))
     try:
@@ -159,7 +169,7 @@ async def over_hosts(
             drill = HostDrill(fleet, network, http, answer.questions(arguments.streams))
             await drill.undisturbed()
             say(f"{arguments.streams} answers, undisturbed; slowest {drill.calm_s:.1f} s")
-            for cut in wanted:
+            for cut in arguments.cuts:
                 say(cut_line(await drill.strike(cut, arguments.hold_s)))
                 keep(drill)
             await drill.at_rest()
