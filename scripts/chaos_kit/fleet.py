@@ -36,7 +36,7 @@ _TRACEBACK_SHOWN = 400  # characters
 
 @dataclass(frozen=True, kw_only=True)
 class FleetPlan:
-    """What to start. `drills`: JDISAGG_TEST_FAULTS of the workers and of the routers, without their seeds."""
+    """What to start. `*_drill`: JDISAGG_TEST_FAULTS of the workers and of the routers, without their seeds."""
 
     model: str
     num_prefill: int = 2

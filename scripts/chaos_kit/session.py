@@ -35,7 +35,7 @@ INJECTIONS = ("checksums-off", "leases-off", "attempts-ignored")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to run. `model` is a directory or "demo"; `injections` of INJECTIONS must turn a run red."""
+    """What to run. `injections`, some of INJECTIONS, must turn a run red."""
 
     plan: FleetPlan
     faults: frozenset[str]
