@@ -17,7 +17,9 @@ import statistics
 import sys
 from pathlib import Path
 from random import Random
+from typing import Any
 
+from bench_kit.machine import machine, one_line
 from route_bench.loads import LOADS, Load
 from route_bench.workers import Simulation
 
@@ -51,13 +53,14 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", metavar="LOAD", help="some of: " + ", ".join(load.name for load in LOADS))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there as well")
     options = parser.parse_args()
+    report: dict[str, Any] = {"machine": machine(), "loads": {}}
+    print(one_line(report["machine"]))
     print(f"{options.prefill} P + {options.decode} D, {options.cache_tokens} tokens cached each, rate {options.rate:g}")
     print(f"{'load':16}" + "".join(f"{f'{name} {unit}':>23}" for name, unit in COLUMNS.items()))
-    report: dict[str, list[dict[str, float]]] = {}
     for load in LOADS:
         if not options.only or load.name in options.only:
-            report[load.name] = [measure(load, options, run) for run in range(options.runs)]
-            print(f"{load.name:16}" + "".join(f"{_spread(report[load.name], name):>23}" for name in COLUMNS), flush=True)
+            runs = report["loads"][load.name] = [measure(load, options, run) for run in range(options.runs)]
+            print(f"{load.name:16}" + "".join(f"{_spread(runs, name):>23}" for name in COLUMNS), flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1))
     return 0

@@ -21,6 +21,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from bench_kit.machine import machine, one_line
 from step_bench.roofline import memory_rate, product_rate
 from step_bench.subject import WARM_STEPS, Form, Subject
 
@@ -40,6 +41,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.quick:
         options.batches, options.rounds, options.steps, options.context = "2", 1, 1, 32
+    report: dict[str, Any] = {"machine": machine(), "context": options.context}
+    print(one_line(report["machine"]))
     rates = {"memory": memory_rate(), **{dtype: product_rate(dtype) for dtype in DTYPES}}
     print(
         f"memory {rates['memory'] / 1e9:.1f} GB/s, products " + ", ".join(f"{d} {rates[d] / 1e9:.0f} GFLOP/s" for d in DTYPES)
@@ -53,7 +56,7 @@ def main() -> int:
         wide, narrow = (next(r["engine_ms"] for r in rows if (r["batch"], r["dtype"]) == (batch, d)) for d in DTYPES)
         print(f"batch {batch}: bfloat16 is {wide / narrow:.2f} x as fast as float32")
     if options.json:
-        options.json.write_text(json.dumps({"rates": rates, "context": options.context, "rows": rows}, indent=1) + "\n")
+        options.json.write_text(json.dumps(report | {"rates": rates, "rows": rows}, indent=1) + "\n")
     return 0
 
 
