@@ -14,8 +14,8 @@ from jdisagg.v1 import common_pb2
 from tests.e2e.client import OPTIONS, Asked, Got, generate
 from tests.e2e.conftest import Start
 from tests.e2e.processes import ServerProcess, wait_until
+from tests.e2e.tries import fair
 
-TRIES = 3  # to strike in time: a machine may stand still just then
 FREE_S = 30.0  # until everything is, which takes less than one
 
 
@@ -75,21 +75,31 @@ def assert_quiescent(server: ServerProcess) -> None:
     wait_until(lambda: not live_requests(server.state()), FREE_S, f"{server.flags[1]}: no request", server.state)
 
 
-def kill_prefill_amid_handoffs(start: Start, flags: tuple[str, ...], requests: list[Asked], wanted: list[Got]) -> ServerProcess:
-    """A new P and D, and P killed as soon as D has hand-offs; the D of the last try. Every stream must be exact.
+def once(holds: Callable[[], object], what: str) -> None:
+    """Until it holds, or for 10 s: then they had ended before anybody looked, and who strikes now sees that nobody was hit."""
+    with suppress(AssertionError):
+        wait_until(holds, 10, what)
 
-    Again with others while the blow came when every hand-off had ended, and D computed no prompt itself.
-    """
-    for _ in range(TRIES):
+
+def kill_prefill_amid_handoffs(start: Start, flags: tuple[str, ...], requests: list[Asked], wanted: list[Got]) -> ServerProcess:
+    """A new P and D, and P killed as soon as D has hand-offs; the D of the last try. Every stream must be exact."""
+
+    def killed(_: int) -> ServerProcess:
         prefill = start("prefill", "--role", "prefill", *flags).wait_ready()
         decode = start("decode", "--role", "decode", "--prefill", prefill.grpc, *flags).wait_ready()
 
-        def strike(prefill: ServerProcess = prefill, decode: ServerProcess = decode) -> None:
-            with suppress(AssertionError):  # they had ended before anybody looked
-                wait_until(lambda: decode.state()["handoff"]["handoffs"], 10, "hand-offs are under way")
+        def strike() -> None:
+            once(lambda: decode.state()["handoff"]["handoffs"], "hand-offs are under way")
             prefill.kill()
 
         assert_exact(asyncio.run(interrupt(decode.grpc, requests, 0.05, strike)), wanted)
+        return decode
+
+    def nothing_computed(decode: ServerProcess) -> bool:
+        """By D itself; then its processor is for another one."""
         if decode.metric("jdisagg_recoveries_total", rung="local_prefill") > 0:
-            break
-    return decode
+            return False
+        decode.stop()
+        return True
+
+    return fair(killed, nothing_computed, "the blow came when every hand-off had ended")

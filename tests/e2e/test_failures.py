@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,10 +18,11 @@ import pytest
 from fleet_process import free_port
 
 from jdisagg.core.fleet import SUSPECT_S
-from tests.e2e.blows import TRIES, assert_exact, interrupt, kill_prefill_amid_handoffs, long_requests, wait_all_free
+from tests.e2e.blows import assert_exact, interrupt, kill_prefill_amid_handoffs, long_requests, once, wait_all_free
 from tests.e2e.client import Asked, Got, run_all
 from tests.e2e.conftest import PATIENT, Pair, Start, starting
 from tests.e2e.processes import ServerProcess, wait_until
+from tests.e2e.tries import fair
 
 ROUNDS = int(os.environ.get("JDISAGG_DRILL_ROUNDS", "2"))
 STREAMS = 8
@@ -74,8 +74,7 @@ def once_streaming(router: ServerProcess, victim: ServerProcess, strike: Callabl
     """Call `strike` at once when the victim has a stream with tokens, however slow the machine is."""
 
     def blow() -> None:
-        with suppress(AssertionError):  # they had ended before anybody looked: who strikes sees that nobody was hit
-            wait_until(lambda: streaming_on(router, victim), 10, "a stream of the victim has tokens")
+        once(lambda: streaming_on(router, victim), "a stream of the victim has tokens")
         strike()
 
     return blow
@@ -178,15 +177,21 @@ def test_a_pause_that_no_replay_could_mend_costs_none(fleet: Fleet, unified: Ser
             victim.signal(signal.SIGCONT)
             time.sleep(0.05)
 
-    for _ in range(TRIES):
+    def paused(_: int) -> tuple[float, float]:
+        """The longest wait of a stream, and replays."""
         before = num_replays()
         strike = once_streaming(fleet.router, fleet.decode[0], pause)
         got = asyncio.run(interrupt(fleet.router.grpc, requests, 0.25, strike))
         assert_exact(got, wanted)
-        if max(one.largest_gap_s for one in got) > 1.5 and num_replays() == before:
-            break  # else the streams had ended when it paused, or one process stood still for longer than the others
-    assert max(one.largest_gap_s for one in got) > 1.5, "nothing ran when it paused"
-    assert num_replays() == before
+        return max(one.largest_gap_s for one in got), num_replays() - before
+
+    gap_s, replays = fair(
+        paused,
+        lambda found: found[0] <= 1.5 or found[1] > 0,
+        "the streams had ended when it paused, or one process stood still for longer than the others",
+    )
+    assert gap_s > 1.5, "nothing ran when it paused"
+    assert replays == 0
     for victim in fleet.decode:
         wait_all_free(victim)
 
@@ -211,17 +216,17 @@ def test_killed_client_frees_its_pages_at_once(pair: Pair, tmp_path: Path) -> No
         f"got = run_all({pair.decode.grpc!r}, long_requests(8, seed=900, max_tokens=180))\n"
         "assert all(one.error is None for one in got)\n"
     )
-    for _ in range(TRIES):
+
+    def went_on(_: int) -> float:
         before = pair.decode.metric("jdisagg_requests_finished_total", reason="length")
         killed_s = _kill_client_while_it_runs(script, pair.decode)
         wait_all_free(pair.decode)
         wait_all_free(pair.prefill)
         print(f"\nkill -9 of the client: pages free after {time.monotonic() - killed_s:.2f} s")
         wait_until(lambda: not pair.decode.state()["streams"], LIMIT_S, "no stream is left", pair.decode.state)
-        went_on = pair.decode.metric("jdisagg_requests_finished_total", reason="length") - before
-        if went_on == 0:
-            break
-    assert went_on == 0
+        return pair.decode.metric("jdisagg_requests_finished_total", reason="length") - before
+
+    assert fair(went_on, bool, "whoever kills the client, or hears that it is gone, waits for a core until the end") == 0
 
 
 def _kill_client_while_it_runs(script: Path, decode: ServerProcess) -> float:
@@ -286,7 +291,10 @@ def test_a_prompt_moves_to_another_prefill_worker_while_the_first_is_quiet(
     requests = long_requests(1, seed=900, max_tokens=8)
     wanted = run_all(unified.grpc, requests)
     moves = (("jdisagg_prefill_hedges_total", {"outcome": "moved"}), ("jdisagg_recoveries_total", {"rung": "other_prefill"}))
-    for _ in range(TRIES):
+
+    def moved(number: int) -> list[float]:
+        if number > 1:
+            time.sleep(2 * SUSPECT_S)
         got = run_all(decode.grpc, requests)
         assert_exact(got, wanted)
         [first] = [worker for worker in prefill if f"pid {worker.pid} " in str(got[0].complete)]
@@ -295,7 +303,6 @@ def test_a_prompt_moves_to_another_prefill_worker_while_the_first_is_quiet(
         assert_exact(run_all(decode.grpc, requests), wanted)
         found = [decode.metric(name, **labels) - was for (name, labels), was in zip(moves, before, strict=True)]
         first.signal(signal.SIGCONT)
-        if any(found):
-            break  # else D knew that the first is quiet before it was asked
-        time.sleep(2 * SUSPECT_S)
-    assert found == [1, 1]
+        return found
+
+    assert fair(moved, lambda found: not any(found), "D knew that the first is quiet before it was asked") == [1, 1]

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.tries import fair
+
 ROOT = Path(__file__).parents[2]
-TRIES = 3  # it kills in the middle of half a second, and says so when it came too late
 
 
 @pytest.mark.timeout(1000)
@@ -19,10 +20,11 @@ def test_the_plug_is_pulled_and_both_streams_are_identical() -> None:
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "COLUMNS": "80"}
     env.pop("XLA_FLAGS", None)
     command = [sys.executable, "scripts/pull_the_plug.py"]
-    for _ in range(TRIES):
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=320, check=False)
-        if "over before the kill" not in done.stderr and "nothing noticed" not in done.stdout:
-            break
+    done = fair(
+        lambda _: subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=320, check=False),
+        lambda done: "over before the kill" in done.stderr or "nothing noticed" in done.stdout,
+        "it kills in the middle of half a second, and says so when it came too late",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "identical: yes" in done.stdout
     killed = re.search(r"== kill -9 (\d+) ==", done.stdout)

@@ -6,18 +6,18 @@ import asyncio
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import grpc
 import grpc.aio
 import pytest
 
-from tests.e2e.blows import TRIES, assert_exact, assert_same, interrupt, long_requests, wait_all_free
+from tests.e2e.blows import assert_exact, assert_same, interrupt, long_requests, once, wait_all_free
 from tests.e2e.client import OPTIONS, Asked, Got, generate, run_all
 from tests.e2e.conftest import SMALL, Start, starting
 from tests.e2e.processes import ServerProcess, wait_until
 from tests.e2e.tiny_model import make_tiny_model
+from tests.e2e.tries import fair
 from tests.e2e.two_routers import LIMIT_S, Fleet, Load, num_known, num_whole, numbered, wait_forgotten, wait_streaming
 
 
@@ -64,27 +64,31 @@ def test_a_replay_is_exact_with_seeds_penalties_choices_and_logprobs(
 
     def kill_the_one_with_three_choices() -> None:
         found: list[ServerProcess] = []
-        with suppress(AssertionError):  # they had ended before anybody looked
-            what = "every stream of the worker of whole-0/0 has tokens"
-            wait_until(lambda: found.extend(filter(begun, fleet.decode)) or found, 10, what)
+        what = "every stream of the worker of whole-0/0 has tokens"
+        once(lambda: found.extend(filter(begun, fleet.decode)) or found, what)
         victim = (*found, *fleet.decode)[0]
         victim.kill()
         fleet.decode.remove(victim)
 
-    for _ in range(TRIES):
+    def struck(_: int) -> list[Got]:
         got = asyncio.run(interrupt(router.grpc, requests, 0.0, kill_the_one_with_three_choices))
         assert_same(requests, wanted, got)
-        replayed = [
-            one.complete is not None and any("replay" in c.provenance.recoveries for c in one.complete.choices) for one in got
-        ]
         fleet.add("decode", tiny_model).wait_ready()
         fleet.wait_members()
-        kinds = {number % 4 for number, struck in enumerate(replayed) if struck}
-        if replayed[0] and kinds & {1, 2, 3}:
-            break  # else the streams had ended when the blow fell
-    print(f"\nreplayed: {sum(replayed)} of 8 requests, kinds {sorted(kinds)}")
-    assert replayed[0], "penalties, a seed, logprobs and three choices"
-    assert kinds & {1, 2, 3}, "ten streams, five for each worker: two others at least, one of them of another kind"
+        return got
+
+    def replayed(got: list[Got]) -> list[int]:
+        """Numbers of the requests of which a choice was."""
+        ended = [(number, one.complete) for number, one in enumerate(got) if one.complete is not None]
+        return [number for number, whole in ended if any("replay" in c.provenance.recoveries for c in whole.choices)]
+
+    def too_few(got: list[Got]) -> bool:
+        return 0 not in replayed(got) or all(number % 4 == 0 for number in replayed(got))
+
+    got = fair(struck, too_few, "the streams had ended when the blow fell")
+    print(f"\nreplayed: requests {replayed(got)} of 8")
+    assert 0 in replayed(got), "penalties, a seed, logprobs and three choices"
+    assert not too_few(got), "ten streams, five for each worker: two others at least, one of them of another kind"
     choices = sum("replay" in c.provenance.recoveries for one in got if one.complete for c in one.complete.choices)
     assert router.metric("jdisagg_recoveries_total", rung="replay") >= choices
     lines = [line for line in router.log_since_ready().splitlines() if "recovering by replay" in line]
@@ -117,9 +121,7 @@ def test_a_router_that_dies_loses_its_own_streams_only_and_comes_back_knowing_th
                 return got
 
             on_a_tasks = [asyncio.create_task(on_a(asked)) for asked in lost]
-            with suppress(AssertionError):  # they had ended before anybody looked
-                what = "B knows what A has given the workers"
-                await asyncio.to_thread(wait_until, lambda: num_known(b) > 0, 10, what)
+            await asyncio.to_thread(once, lambda: num_known(b) > 0, "B knows what A has given the workers")
             on_b_tasks = [asyncio.create_task(generate(to_b, asked)) for asked in kept]
             await asyncio.to_thread(wait_streaming, b, 1, on_b_tasks)
             killed_s.append(time.monotonic())
@@ -132,7 +134,8 @@ def test_a_router_that_dies_loses_its_own_streams_only_and_comes_back_knowing_th
             ended = sum(one.error is None for one in got)  # before the blow
             return got, await asyncio.wait_for(asyncio.gather(*on_b_tasks), 60), whole - len(kept) - ended
 
-    for _ in range(TRIES):
+    def died(_: int) -> tuple[list[grpc.aio.AioRpcError], float, float]:
+        """What its clients were told whose streams were cut, what B recovered, and for how many requests workers went on."""
         a = fleet.routers[0]
         before = b.metric("jdisagg_recoveries_total")
         on_a, on_b, for_nobody = asyncio.run(both(a))
@@ -145,13 +148,18 @@ def test_a_router_that_dies_loses_its_own_streams_only_and_comes_back_knowing_th
         seconds = fleet.wait_members(again)
         print(f"a restarted router knew its fleet {seconds:.2f} s after READY")
         assert seconds < LIMIT_S
-        if (cut := [got for got in on_a if got.error is not None]) and not recovered and for_nobody <= 0:
-            break  # else its streams were at their end when the blow fell, or a worker stood still as well
+        return [got.error for got in on_a if got.error is not None], recovered, for_nobody
+
+    cut, recovered, for_nobody = fair(
+        died,
+        lambda found: not found[0] or found[1] or found[2] > 0,
+        "its streams were at their end when the blow fell, or a worker stood still as well",
+    )
     assert cut, "no stream of the dead router was running"
     assert recovered == 0
     assert for_nobody <= 0
-    assert {got.error.code() for got in cut if got.error} == {grpc.StatusCode.UNAVAILABLE}
-    assert_exact(run_all(again.grpc, kept), wanted)
+    assert {error.code() for error in cut} == {grpc.StatusCode.UNAVAILABLE}
+    assert_exact(run_all(fleet.routers[0].grpc, kept), wanted)
 
 
 @pytest.mark.timeout(600)

@@ -20,9 +20,9 @@ from jdisagg.v1 import generation_pb2_grpc
 from tests.e2e.client import OPTIONS, Asked, Got, generate, run_all
 from tests.e2e.conftest import PATIENT, Start, starting
 from tests.e2e.processes import STOP_TIMEOUT_S, ServerProcess, wait_until
+from tests.e2e.tries import fair
 
 SERVICES = ("", "jdisagg.v1.GenerationService", "jdisagg.v1.WorkerService")
-TRIES = 5
 LIMIT_S = 30.0  # of what takes five seconds or less; the figures themselves are printed
 STOOD_STILL = (
     "does not answer (DEADLINE_EXCEEDED)",  # said of a router that is there and slow; one that has ended refuses
@@ -72,12 +72,14 @@ def test_head_of_metrics(server: ServerProcess) -> None:
 
 
 def test_sigusr1_shows_stacks_and_state_and_disturbs_nobody(server: ServerProcess) -> None:
-    for number in range(TRIES):
+    def shown(number: int) -> str:
         server.signal(signal.SIGUSR1)
-        wait_until(lambda n=number: len(states(server.log_since_ready())) > n, LIMIT_S, "state on stderr")
-        if "scheduler" in states(server.log_since_ready())[-1]:
-            break  # else the engine waited for a core, and had not answered
-    text = server.log_since_ready()
+        wait_until(lambda: len(states(server.log_since_ready())) >= number, LIMIT_S, "state on stderr")
+        return server.log_since_ready()
+
+    text = fair(
+        shown, lambda text: "scheduler" not in states(text)[-1], "the engine waits for a core, and does not answer", tries=5
+    )
     assert "most recent call first" in text, "stacks of the threads"
     assert "engine_thread.py" in text
     state = states(text)[-1]
@@ -100,7 +102,14 @@ def test_hung_engine_is_seen_by_http_and_grpc_and_may_come_back(server: ServerPr
     assert "no tick" in server.get("/health")[1]
     assert server.get("/ready")[0] == 503
     assert server.metric("jdisagg_ready") == 0.0
-    _loop_answers_while_the_state_is_asked_for(server)
+    largest_s = fair(
+        lambda _: _longest_wait_while_the_state_is_asked_for(server),
+        lambda seconds: seconds >= 1.0,
+        "a machine that stands still for a moment makes one of them late, a loop that waits all",
+        tries=5,
+    )
+    print(f"/debug/state of a hung engine: another request waited at most {largest_s * 1e3:.0f} ms")
+    assert largest_s < 1.0
     silent = "has not answered"
     num_silent = server.log_since_ready().count(silent)
     server.signal(signal.SIGUSR1)
@@ -112,15 +121,6 @@ def test_hung_engine_is_seen_by_http_and_grpc_and_may_come_back(server: ServerPr
     assert server.metric("jdisagg_ready") == 1.0
     assert after.essence() == before.essence()
     assert after.error is None
-
-
-def _loop_answers_while_the_state_is_asked_for(server: ServerProcess) -> None:
-    """The first try that is good: a machine that stands still for a moment makes one of them late, a loop that waits all."""
-    for _ in range(TRIES):
-        if (largest_s := _longest_wait_while_the_state_is_asked_for(server)) < 1.0:
-            break
-    print(f"/debug/state of a hung engine: another request waited at most {largest_s * 1e3:.0f} ms")
-    assert largest_s < 1.0
 
 
 def _longest_wait_while_the_state_is_asked_for(server: ServerProcess) -> float:
@@ -198,10 +198,10 @@ def trouble(text: str) -> list[str]:
 def test_a_normal_end_of_a_local_fleet_says_nothing_at_warning_level(
     start: Start, exact_flags: tuple[str, ...], streaming: bool
 ) -> None:
-    """With a stream that is let finish, and idle: no process takes the end of another for an outage. Of some ends one is so:
-    who waits for a core for seconds does not hear that another one ends."""
+    """With a stream that is let finish, and idle: no process takes the end of another for an outage."""
     flags = ("--role", "local", "--num-prefill", "2", *PATIENT, *exact_flags)
-    for _ in range(3):
+
+    def said(_: int) -> list[str]:
         fleet = start("local", *flags).wait_ready()
         if streaming:
             got = asyncio.run(asyncio.wait_for(_stopped_while_streaming(fleet), 120))
@@ -210,10 +210,9 @@ def test_a_normal_end_of_a_local_fleet_says_nothing_at_warning_level(
             assert fleet.process.wait(STOP_TIMEOUT_S) == 0
         else:
             assert fleet.stop() == 0
-        if not (said := trouble(fleet.log_since_ready())):
-            break
-        print("said at the end:", *said, sep="\n")
-    assert said == []
+        return trouble(fleet.log_since_ready())
+
+    assert fair(said, list, "who waits for a core for seconds does not hear that another one ends") == []
 
 
 async def _stopped_while_streaming(fleet: ServerProcess) -> Got:

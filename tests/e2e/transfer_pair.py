@@ -15,9 +15,10 @@ from typing import Any
 
 from tests.e2e.processes import wait_until
 from tests.e2e.transfer_peer import digest, values
+from tests.e2e.tries import fair
 
 CHUNK, FEATURES = 64, 16
-NOT_GREETED, CONNECTS = "before receiving SETTINGS", 8  # gRPC's words when a process had no core for the second it is given
+NOT_GREETED = "before receiving SETTINGS"  # gRPC's words
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # what is freed leaves RSS at once
 
 
@@ -125,13 +126,13 @@ class TransferPair:
 
     def fetched(self, ready: dict[str, Any], *, within_s: float = 25.0, consumer: Peer | None = None) -> dict[str, Any]:
         consumer = consumer or self.consumer
-        got: dict[str, Any] = {}
-        for _ in range(CONNECTS):
+
+        def fetch(_: int) -> dict[str, Any]:
             consumer.ask("fetch", ready=ready, peer=self.peer, within_s=within_s)
-            got = consumer.ask("event", timeout_s=within_s + 10)
-            if NOT_GREETED not in got.get("detail", ""):
-                break
-        return got
+            return consumer.ask("event", timeout_s=within_s + 10)
+
+        no_core = "the process had no core for the second that it is given"
+        return fair(fetch, lambda got: NOT_GREETED in got.get("detail", ""), no_core, tries=8)
 
     def digest(self, seed: int, tokens: int = CHUNK, dtype: str = "") -> str:
         array = values(seed, tokens, self._form["features"], self._form["dtype"])

@@ -14,8 +14,8 @@ import pytest
 
 from jdisagg.batch.journal import journal_path
 from tests.e2e.conftest import SMALL
+from tests.e2e.tries import fair
 
-TRIES = 3  # to kill it in time: a machine may stand still just then
 LIMIT_S = 200.0  # of what takes some seconds
 FLAGS = ("--numerics", "exact", *SMALL)  # compiled by others, on one device
 
@@ -47,12 +47,13 @@ def test_killed_disaggregated_batch_ends_as_an_undisturbed_unified_one(tiny_mode
     unified, killed = tmp_path / "unified.jsonl", tmp_path / "disagg.jsonl"
     assert start(source, unified, tiny_model).wait(LIMIT_S) == 0
     disagg = ("--disagg", "--local-prefill", "never")
-    for _ in range(TRIES):
+
+    def came_late(_: int) -> bool:
         killed.unlink(missing_ok=True)
         kill_amid_answers(start(source, killed, tiny_model, *disagg), journal_path(killed))
-        if not killed.exists():
-            break
-    assert not killed.exists()
+        return killed.exists()
+
+    assert not fair(came_late, bool, "whoever is to kill it stands still while it ends")
     assert start(source, killed, tiny_model, *disagg).wait(LIMIT_S) == 0
     assert killed.read_bytes() == unified.read_bytes()
     answers = [json.loads(line) for line in killed.read_text("utf-8").splitlines()]

@@ -15,6 +15,7 @@ import pytest
 from tests.e2e.client import Asked, run_all
 from tests.e2e.conftest import Pair
 from tests.e2e.processes import ServerProcess, wait_until
+from tests.e2e.tries import fair
 
 SCHEMA = {
     "type": "object",
@@ -23,7 +24,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 CODE = "[a-z]{3}-[0-9]{4}"
-TRIES = 5
 FIELDS: dict[str, dict[str, Any]] = {
     "regex": {"structured_outputs": {"regex": CODE}},
     "choice": {"guided_choice": ["yes", "no", "peut-être 😀"]},
@@ -46,11 +46,12 @@ def body(fields: dict[str, Any], seed: int, **more: Any) -> dict[str, Any]:
 
 def refused(server: ServerProcess, asked: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     """The answer, once the checker had the time of a processor that it gives a grammar: else it says that it had none."""
-    for _ in range(TRIES):
-        status, answer = server.post("/v1/completions", asked, timeout_s=150.0)
-        if status != 503:
-            break
-    return status, answer
+    return fair(
+        lambda _: server.post("/v1/completions", asked, timeout_s=150.0),
+        lambda got: got[0] == 503,
+        "the checker had no processor for as long as it gives a grammar",
+        tries=5,
+    )
 
 
 def texts(server: ServerProcess, asked: dict[str, Any]) -> list[tuple[str, str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,10 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.blows import TRIES
+from tests.e2e.blows import once
 from tests.e2e.conftest import SMALL, Start, starting
 from tests.e2e.processes import ServerProcess, wait_until
+from tests.e2e.tries import fair
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}"
@@ -123,25 +123,27 @@ def test_calls_go_on_exactly_when_their_decode_worker_dies(fleet: Fleet) -> None
             return essence(client.chat.completions.create(messages=messages, stream=True, **more, **ASKED[name]))
 
         undisturbed = list(pool.map(answer, ASKED))
-        for _ in range(TRIES):
+        victims: list[ServerProcess] = []
+
+        def replayed(_: int) -> float:
+            for dead in victims:
+                fleet.replace(dead)
             others = [pool.submit(answer, name) for name in ASKED]
             begun: list[str] = []
 
-            def look(begun: list[str] = begun) -> bool:
+            def look() -> bool:
                 flights = router.state()["flights"]
-                begun += [flight["worker"] for flight in flights if flight["worker"] and flight["delivered"] > 20]
+                begun.extend(flight["worker"] for flight in flights if flight["worker"] and flight["delivered"] > 20)
                 return bool(begun)
 
-            with suppress(AssertionError):  # they had ended before anybody looked
-                wait_until(look, 10, "tokens have come")
+            once(look, "tokens have come")
             [struck, *_] = [*begun, fleet.workers[-1].grpc]
-            victim = next(worker for worker in fleet.workers if worker.grpc == struck)
-            victim.kill()
+            victims[:] = [worker for worker in fleet.workers if worker.grpc == struck]
+            victims[0].kill()
             assert [other.result() for other in others] == undisturbed
-            if router.metric("jdisagg_recoveries_total", rung="replay") > 0:
-                break
-            fleet.replace(victim)
-    assert router.metric("jdisagg_recoveries_total", rung="replay") > 0
+            return router.metric("jdisagg_recoveries_total", rung="replay")
+
+        assert fair(replayed, lambda count: count == 0, "every stream had ended when the blow fell") > 0
 
 
 def essence(chunks: Iterable[Any]) -> dict[int, list[str]]:
