@@ -50,7 +50,6 @@ class Got:
     logprobs: dict[int, list[float]] = field(default_factory=dict)
     top_gaps: dict[int, list[float]] = field(default_factory=dict)  # nats between the two best tokens, if asked for
     times_s: dict[int, list[float]] = field(default_factory=dict)
-    asked_s: float = field(default_factory=time.monotonic)
     text: dict[int, str] = field(default_factory=dict)
     finish: dict[int, int] = field(default_factory=dict)
     complete: generation_pb2.Complete | None = None
@@ -61,11 +60,6 @@ class Got:
         """Largest time between two tokens of one choice."""
         gaps = [b - a for times in self.times_s.values() for a, b in itertools.pairwise(times)]
         return max(gaps, default=0.0)
-
-    def tokens_before_gap(self) -> int:
-        """Tokens that had come when the largest gap of choice 0 began."""
-        times = self.times_s[0]
-        return 1 + max(range(len(times) - 1), key=lambda i: times[i + 1] - times[i], default=0)
 
     def essence(self) -> tuple[object, ...]:
         """What must be equal between two ways of serving the same request."""
