@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from jdisagg.core.fleet import SUSPECT_S
 from tests.e2e.blows import assert_exact, interrupt, kill_prefill_amid_handoffs, long_requests, once, wait_all_free
 from tests.e2e.client import Got, run_all
 from tests.e2e.conftest import PATIENT, Pair, Start, starting
+from tests.e2e.fleets import Fleet
 from tests.e2e.processes import ServerProcess, wait_until
 from tests.e2e.tries import fair
 
@@ -29,38 +29,10 @@ LIMIT_S = 30.0  # of what takes a second or two
 GAP_LIMIT_S = 30.0  # hangs are failures; scripts/drills.py measures
 
 
-@dataclass(kw_only=True)
-class Fleet:
-    """A router with the workers that registered with it; none is restarted by itself."""
-
-    router: ServerProcess
-    prefill: list[ServerProcess]
-    decode: list[ServerProcess]
-    start: Start
-    flags: tuple[str, ...]
-
-    def add(self, role: str) -> ServerProcess:
-        """Start another worker (not yet ready)."""
-        flags = ("--local-prefill", "never") if role == "decode" else ()
-        return self.start(role, "--role", role, "--router", self.router.grpc, *flags, *self.flags)
-
-    def wait_members(self) -> None:
-        """Until the router sees every live worker."""
-        wanted = len(self.prefill) + len(self.decode)
-        wait_until(lambda: len(self.router.state()["members"]) == wanted, LIMIT_S, f"{wanted} members")
-
-
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory, exact_flags: tuple[str, ...]) -> Iterator[Fleet]:
     with starting(tmp_path_factory.mktemp("fleet")) as start:
-        router = start("router", "--role", "router", "--model", exact_flags[1]).wait_ready()
-        fleet = Fleet(router=router, prefill=[], decode=[], start=start, flags=exact_flags)
-        fleet.prefill = [fleet.add("prefill")]
-        fleet.decode = [fleet.add("decode"), fleet.add("decode")]
-        for server in (*fleet.prefill, *fleet.decode):
-            server.wait_ready()
-        fleet.wait_members()
-        yield fleet
+        yield Fleet(start=start, model=exact_flags[:2], flags=exact_flags[2:]).begin(num_routers=1)
 
 
 def streaming_on(router: ServerProcess, worker: ServerProcess) -> set[str]:
@@ -83,23 +55,24 @@ def once_streaming(router: ServerProcess, victim: ServerProcess, strike: Callabl
 @pytest.mark.parametrize("freezes", [False, True])
 def test_a_decode_worker_that_dies_or_freezes_is_replayed_exactly(fleet: Fleet, unified: ServerProcess, freezes: bool) -> None:
     """One after the other."""
+    [router] = fleet.routers
     replayed: list[Got] = []
     for number, victim in enumerate(list(fleet.decode)):
         requests = long_requests(STREAMS, seed=300 + number if freezes else 100 + number)
         wanted = run_all(unified.grpc, requests)
         after_s = 0.15 + 0.25 * random.Random(number).random()
-        strike = once_streaming(fleet.router, victim, partial(victim.signal, signal.SIGSTOP) if freezes else victim.kill)
-        got = asyncio.run(interrupt(fleet.router.grpc, requests, after_s, strike))
+        strike = once_streaming(router, victim, partial(victim.signal, signal.SIGSTOP) if freezes else victim.kill)
+        got = asyncio.run(interrupt(router.grpc, requests, after_s, strike))
         assert_exact(got, wanted)
         replayed += filter(_was_replayed, got)
         if freezes:
             victim.signal(signal.SIGCONT)
+            fleet.wait_members()
         else:
-            fleet.decode[number] = fleet.add("decode").wait_ready()
-        fleet.wait_members()
+            fleet.replace(victim)
     assert replayed, "no stream was on the worker that was struck"
     assert max(one.largest_gap_s for one in replayed) < GAP_LIMIT_S
-    for server in (*fleet.prefill, *fleet.decode):
+    for server in fleet.workers:
         wait_all_free(server)
 
 
@@ -112,11 +85,12 @@ def test_a_pause_that_no_replay_could_mend_costs_none(fleet: Fleet, unified: Ser
     """Twice as long as makes dead. Everybody: the fleet's machine is moved while it runs."""
     requests = long_requests(STREAMS, seed=350 + len(who))
     wanted = run_all(unified.grpc, requests)
-    everybody = [*fleet.decode, *fleet.prefill, fleet.router]  # the router wakes first, and hears nobody yet
-    victims = {"router": [fleet.router], "everybody": everybody}.get(who, fleet.decode)
+    [router] = fleet.routers
+    everybody = [*fleet.decode, *fleet.prefill, router]  # the router wakes first, and hears nobody yet
+    victims = {"router": [router], "everybody": everybody}.get(who, fleet.decode)
 
     def num_replays() -> float:
-        return fleet.router.metric("jdisagg_recoveries_total", rung="replay")
+        return router.metric("jdisagg_recoveries_total", rung="replay")
 
     def pause() -> None:
         for victim in victims:
@@ -129,8 +103,8 @@ def test_a_pause_that_no_replay_could_mend_costs_none(fleet: Fleet, unified: Ser
     def paused(_: int) -> tuple[float, float]:
         """The longest wait of a stream, and replays."""
         before = num_replays()
-        strike = once_streaming(fleet.router, fleet.decode[0], pause)
-        got = asyncio.run(interrupt(fleet.router.grpc, requests, 0.25, strike))
+        strike = once_streaming(router, fleet.decode[0], pause)
+        got = asyncio.run(interrupt(router.grpc, requests, 0.25, strike))
         assert_exact(got, wanted)
         return max(one.largest_gap_s for one in got), num_replays() - before
 
@@ -194,25 +168,26 @@ def _kill_client_while_it_runs(script: Path, decode: ServerProcess) -> float:
 
 
 def test_restarted_prefill_worker_joins_and_is_used(fleet: Fleet, unified: ServerProcess) -> None:
+    [router] = fleet.routers
     requests = long_requests(4, seed=700, max_tokens=8)
     wanted = run_all(unified.grpc, requests)
-    assert_exact(run_all(fleet.router.grpc, requests), wanted)
+    assert_exact(run_all(router.grpc, requests), wanted)
     assert_exact(run_all(fleet.decode[0].grpc, requests), wanted)  # a client of its own: with the router's prefill workers
-    edges = (fleet.router, *fleet.decode)
+    edges = (router, *fleet.decode)
     for edge in edges:
         wait_until(lambda edge=edge: edge.get("/ready")[0] == 200, LIMIT_S, f"{edge.flags[1]} is ready")
-    fleet.prefill[0].kill()
+    fleet.prefill.pop().kill()
     for edge in edges:  # none of them can compute a prompt
         wait_until(lambda edge=edge: edge.get("/ready")[0] == 503, LIMIT_S, f"{edge.flags[1]} is not ready")
     # decode workers may find that one dead, and say so, before the router does and tells them that there is none
-    wait_until(lambda: "no prefill worker that pairs with" in fleet.router.get("/ready")[1], LIMIT_S, "the router knows it")
+    wait_until(lambda: "no prefill worker that pairs with" in router.get("/ready")[1], LIMIT_S, "the router knows it")
     wait_until(lambda: "no router knows one" in fleet.decode[0].get("/ready")[1], LIMIT_S, "its router names none any more")
     wait_until(lambda: fleet.decode[0].metric("jdisagg_peers") == 0, LIMIT_S, "the engine's next tick counts no peer")
-    fleet.prefill[0] = fleet.add("prefill").wait_ready()
+    fleet.add("prefill").wait_ready()
     fleet.wait_members()
     for edge in edges:
         wait_until(lambda edge=edge: edge.get("/ready")[0] == 200, LIMIT_S, f"{edge.flags[1]} is ready again")
-    assert_exact(run_all(fleet.router.grpc, requests), wanted)
+    assert_exact(run_all(router.grpc, requests), wanted)
     assert_exact(run_all(fleet.decode[1].grpc, requests), wanted)
 
 

@@ -15,23 +15,17 @@ import pytest
 from tests.e2e.blows import assert_exact, assert_same, interrupt, long_requests, once, wait_all_free
 from tests.e2e.client import OPTIONS, Asked, Got, generate, run_all
 from tests.e2e.conftest import SMALL, Start, starting
+from tests.e2e.fleets import LIMIT_S, Fleet, Load, num_known, num_whole, numbered, wait_forgotten, wait_streaming
 from tests.e2e.processes import ServerProcess, wait_until
 from tests.e2e.tiny_model import make_tiny_model
 from tests.e2e.tries import fair
-from tests.e2e.two_routers import LIMIT_S, Fleet, Load, num_known, num_whole, numbered, wait_forgotten, wait_streaming
 
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Fleet]:
     with starting(tmp_path_factory.mktemp("routers")) as start:
-        fleet = Fleet(routers=[], start=start)
-        fleet.routers = [fleet.add_router(tiny_model), fleet.add_router(tiny_model)]
-        for role in ("prefill", "decode", "decode"):
-            fleet.add(role, tiny_model)
-        for worker in fleet.workers:
-            worker.wait_ready()
-        fleet.wait_members()
-        yield fleet
+        model = ("--model", str(tiny_model), "--served-model-name", "tiny")
+        yield Fleet(start=start, model=model, flags=("--numerics", "exact", "--lease-s", "1", *SMALL)).begin(num_routers=2)
 
 
 def test_a_worker_that_every_router_refuses_is_not_ready(fleet: Fleet, tiny_model: Path) -> None:
@@ -50,9 +44,7 @@ def test_a_worker_that_every_router_refuses_is_not_ready(fleet: Fleet, tiny_mode
 
 @pytest.mark.covers("C19")
 @pytest.mark.timeout(600)
-def test_a_replay_is_exact_with_seeds_penalties_choices_and_logprobs(
-    fleet: Fleet, unified: ServerProcess, tiny_model: Path
-) -> None:
+def test_a_replay_is_exact_with_seeds_penalties_choices_and_logprobs(fleet: Fleet, unified: ServerProcess) -> None:
     requests = numbered("whole", 8, 180)
     wanted = run_all(unified.grpc, requests)
     router = fleet.routers[0]
@@ -73,7 +65,7 @@ def test_a_replay_is_exact_with_seeds_penalties_choices_and_logprobs(
     def struck(_: int) -> list[Got]:
         got = asyncio.run(interrupt(router.grpc, requests, 0.0, kill_the_one_with_three_choices))
         assert_same(requests, wanted, got)
-        fleet.add("decode", tiny_model).wait_ready()
+        fleet.add("decode").wait_ready()
         fleet.wait_members()
         return got
 
@@ -101,7 +93,7 @@ def test_a_replay_is_exact_with_seeds_penalties_choices_and_logprobs(
 @pytest.mark.covers("X25", "C04")
 @pytest.mark.timeout(600)
 def test_a_router_that_dies_loses_its_own_streams_only_and_comes_back_knowing_the_fleet(
-    fleet: Fleet, unified: ServerProcess, tiny_model: Path
+    fleet: Fleet, unified: ServerProcess
 ) -> None:
     b = fleet.routers[1]
     lost, kept = long_requests(10, seed=41, max_tokens=180), long_requests(6, seed=42, max_tokens=180)
@@ -144,7 +136,7 @@ def test_a_router_that_dies_loses_its_own_streams_only_and_comes_back_knowing_th
         recovered = b.metric("jdisagg_recoveries_total") - before
         for worker in fleet.workers:
             wait_all_free(worker)
-        fleet.routers[0] = again = fleet.add_router(tiny_model, int(a.grpc.rpartition(":")[2]))
+        fleet.routers[0] = again = fleet.add_router(int(a.grpc.rpartition(":")[2]))
         seconds = fleet.wait_members(again)
         print(f"a restarted router knew its fleet {seconds:.2f} s after READY")
         assert seconds < LIMIT_S
@@ -207,7 +199,7 @@ def test_replacing_every_worker_by_one_of_other_weights_fails_nothing(
     outgoing = fleet.workers[::-1]  # decode workers, then the prefill worker
     with Load(fleet.routers[0].grpc, requests, at_once=4) as load:
         for role in ("prefill", "decode"):
-            fleet.add(role, weights).wait_ready()
+            fleet.add(role, "--model", str(weights)).wait_ready()
         fleet.wait_members()
         half = len(load.got)
 

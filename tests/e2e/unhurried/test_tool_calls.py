@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ import openai
 import pytest
 
 from tests.e2e.blows import once
-from tests.e2e.conftest import SMALL, Start, starting
-from tests.e2e.processes import ServerProcess, wait_until
+from tests.e2e.conftest import SMALL, starting
+from tests.e2e.fleets import Fleet
+from tests.e2e.processes import ServerProcess
 from tests.e2e.tries import fair
 
 TEMPLATE = (
@@ -28,26 +28,6 @@ ARGUMENTS = '{"city": "Oslo", "days": [1, 2]}'
 CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 
 
-@dataclass(frozen=True)
-class Fleet:
-    router: ServerProcess
-    workers: list[ServerProcess]
-    start: Start
-    flags: tuple[str, ...]
-
-    def wait_members(self) -> None:
-        wanted = {worker.grpc for worker in self.workers}
-        wait_until(
-            lambda: {member["address"] for member in self.router.state()["members"]} == wanted, 30, "all workers are here"
-        )
-
-    def replace(self, dead: ServerProcess) -> None:
-        """Another decode worker."""
-        self.workers.remove(dead)
-        self.workers.append(self.start("decode", "--role", "decode", *self.flags).wait_ready())
-        self.wait_members()
-
-
 @pytest.fixture(scope="module")
 def fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """A router, one prefill and two decode workers of a model that is shown tools and calls."""
@@ -56,18 +36,12 @@ def fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     shutil.copytree(tiny_model, model)
     (model / "chat_template.jinja").write_text(TEMPLATE)
     with starting(directory) as start:
-        router = start("router", "--role", "router", "--model", str(model)).wait_ready()
-        flags = ("--router", router.grpc, "--model", str(model), "--numerics", "exact", *SMALL, "--max-model-len", "512")
-        workers = [start(role, "--role", role, *flags) for role in ("prefill", "decode", "decode")]
-        for worker in workers:
-            worker.wait_ready()
-        fleet = Fleet(router, workers, start, flags)
-        fleet.wait_members()
-        yield fleet
+        flags = ("--numerics", "exact", *SMALL, "--max-model-len", "512")
+        yield Fleet(start=start, model=("--model", str(model)), flags=flags, decode_flags=()).begin(num_routers=1)
 
 
 def test_a_router_and_a_worker_serve_the_calls_that_the_model_writes(fleet: Fleet) -> None:
-    for server in (fleet.router, fleet.workers[-1]):
+    for server in (*fleet.routers, fleet.decode[-1]):
         assert "tool calls are read as hermes, as the chat template writes them" in server.log.read_text()
         with openai.OpenAI(base_url=f"{server.http}/v1", api_key="none", timeout=60, max_retries=0) as client:
             two_turns(client)
@@ -111,7 +85,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 def test_calls_go_on_exactly_when_their_decode_worker_dies(fleet: Fleet) -> None:
-    router = fleet.router
+    [router] = fleet.routers
     with (
         openai.OpenAI(base_url=f"{router.http}/v1", api_key="none", timeout=60, max_retries=0) as client,
         ThreadPoolExecutor(len(ASKED)) as pool,
@@ -137,8 +111,8 @@ def test_calls_go_on_exactly_when_their_decode_worker_dies(fleet: Fleet) -> None
                 return bool(begun)
 
             once(look, "tokens have come")
-            [struck, *_] = [*begun, fleet.workers[-1].grpc]
-            victims[:] = [worker for worker in fleet.workers if worker.grpc == struck]
+            [struck, *_] = [*begun, fleet.decode[-1].grpc]
+            victims[:] = [worker for worker in fleet.decode if worker.grpc == struck]
             victims[0].kill()
             assert [other.result() for other in others] == undisturbed
             return router.metric("jdisagg_recoveries_total", rung="replay")

@@ -1,4 +1,4 @@
-"""Two routers and the workers that serve both, requests of every kind, and a load that goes on beside a test."""
+"""Routers and the workers that serve them, requests of every kind, and a load that goes on beside a test."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import random
 import threading
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import grpc
 import grpc.aio
 from fleet_process import free_port
 
 from tests.e2e.client import OPTIONS, Asked, Got, generate
-from tests.e2e.conftest import SMALL, Start
+from tests.e2e.conftest import Start
 from tests.e2e.processes import ServerProcess, wait_until
 
 LIMIT_S = 30.0  # of what takes a second; the figures themselves are printed: machines differ
@@ -42,43 +41,60 @@ def numbered(name: str, count: int, max_tokens: int, seed: int = 1) -> list[Aske
 
 @dataclass(kw_only=True)
 class Fleet:
-    """Two routers and the workers that serve both."""
+    """Routers and the workers that serve all of them; none is restarted by itself. `model`: flags of everybody, `flags`: of the
+    workers."""
 
-    routers: list[ServerProcess]
     start: Start
+    model: tuple[str, ...]
+    flags: tuple[str, ...]
+    decode_flags: tuple[str, ...] = ("--local-prefill", "never")
+    routers: list[ServerProcess] = field(default_factory=list)
     prefill: list[ServerProcess] = field(default_factory=list)
     decode: list[ServerProcess] = field(default_factory=list)
+
+    def begin(self, *, num_routers: int) -> Fleet:
+        """The routers, one prefill and two decode workers, ready and known to each other."""
+        self.routers = [self.add_router() for _ in range(num_routers)]
+        for role in ("prefill", "decode", "decode"):
+            self.add(role)
+        for worker in self.workers:
+            worker.wait_ready()
+        self.wait_members()
+        return self
 
     @property
     def workers(self) -> list[ServerProcess]:
         return [*self.prefill, *self.decode]
 
-    def add(self, role: str, model: Path) -> ServerProcess:
-        """Start a worker; it is not ready yet."""
-        routers = ",".join(router.grpc for router in self.routers)
-        never = ("--local-prefill", "never") if role == "decode" else ()
-        exact = ("--numerics", "exact", "--model", str(model), "--served-model-name", "tiny", "--lease-s", "1", *SMALL)
-        server = self.start(role, "--role", role, "--router", routers, *never, *exact)
+    def add(self, role: str, *more: str) -> ServerProcess:
+        """Start a worker; it is not ready yet. Of its flags, `more` win."""
+        flags = ("--router", ",".join(router.grpc for router in self.routers), *self.model, *self.flags)
+        mine = self.decode_flags if role == "decode" else ()
+        server = self.start(role, "--role", role, *flags, *mine, *more)
         (self.prefill if role == "prefill" else self.decode).append(server)
         return server
 
-    def add_router(self, model: Path, grpc_port: int | None = None) -> ServerProcess:
+    def add_router(self, grpc_port: int | None = None) -> ServerProcess:
         """Start a router and wait for it. Its port stays its own when it has died: workers ask for it there."""
         port = free_port() if grpc_port is None else grpc_port
-        flags = ("--model", str(model), "--served-model-name", "tiny", "--grpc-port", str(port))
-        return self.start("router", "--role", "router", *flags).wait_ready()
+        return self.start("router", "--role", "router", *self.model, "--grpc-port", str(port)).wait_ready()
+
+    def replace(self, dead: ServerProcess) -> None:
+        """Another decode worker."""
+        self.decode.remove(dead)
+        self.add("decode").wait_ready()
+        self.wait_members()
 
     def wait_members(self, *routers: ServerProcess) -> float:
-        """Until these routers (all, if none is named) see every worker; the seconds it took."""
+        """Until these routers (all, if none is named) see every worker, and nobody else; the seconds it took."""
         began_s = time.monotonic()
         for router in routers or self.routers:
             wait_until(lambda r=router: self._sees_all(r), LIMIT_S, "a router sees every worker", router.state)
         return time.monotonic() - began_s
 
     def _sees_all(self, router: ServerProcess) -> bool:
-        members = router.state()["members"]
-        linked = sum(member["linked"] for member in members)
-        return len(members) == len(self.workers) and linked == len(self.decode)
+        linked = {member["address"]: member["linked"] for member in router.state()["members"]}
+        return linked.keys() == {worker.grpc for worker in self.workers} and sum(linked.values()) == len(self.decode)
 
 
 def num_known(router: ServerProcess) -> int:
