@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from gpu_kit import offers
-from gpu_kit.attention_case import CASES, LAYER, LAYERS, PAGE_SIZE, TOLERANCE, Arrays, Case
+from gpu_kit.attention_case import CASES, PAGE_SIZE, TOLERANCE, Case
 from gpu_kit.findings import Findings
 from gpu_kit.noise_case import ALLOWED, DRAWS, VOCAB_SIZE, answer
+from gpu_kit.paged_rows import LAYER, NUM_LAYERS
 from gpu_kit.setting import Setting
 from jdisagg.engine.noise import gumbel
 from jdisagg.kv.group import KVGroup
@@ -54,10 +55,10 @@ def run(setting: Setting, findings: Findings) -> None:
 
 def _attend(name: Implementation, case: Case, heads_major: bool, findings: Findings, answered: set[str]) -> None:
     """Adds `name` to `answered` where it does not refuse."""
-    arrays = Arrays(case)
-    got = np.asarray(offers.attend(name, arrays, heads_major=heads_major), np.float64)
+    paged, asked = case.arrays(heads_major=heads_major), {"scale": case.head_dim**-0.5, "window": case.window}
+    got = np.asarray(offers.attend(name, paged, **asked), np.float64)
     answered.add(name)
-    worst = float(np.abs(got - arrays.answer()).max())
+    worst = float(np.abs(got - paged.wanted(**asked)).max())
     allowed = TOLERANCE[case.kv_dtype]
     findings.row("attention", implementation=name, case=case.name, worst=worst, allowed=allowed)
     findings.check(f"{name}, {case.name}", worst <= allowed, f"worst difference {worst:.2g}, allowed {allowed:g}")
@@ -68,7 +69,7 @@ def _write(name: Implementation, heads_major: bool, findings: Findings) -> None:
     cells = rng.permutation((PAGES - 1) * PAGE_SIZE)[:TOKENS]
     pages, offsets = (1 + cells // PAGE_SIZE).astype(np.int32), (cells % PAGE_SIZE).astype(np.int32)
     rows = rng.normal(size=(TOKENS, HEADS, FEATURES)).astype(np.float32)
-    pool = np.full((LAYERS, PAGES, PAGE_SIZE, HEADS, FEATURES), np.nan, np.float32)
+    pool = np.full((NUM_LAYERS, PAGES, PAGE_SIZE, HEADS, FEATURES), np.nan, np.float32)
     kv = offers.on_device(pool, heads_major=heads_major)
     got = offers.write(name, kv, *map(jnp.asarray, (rows, pages, offsets)), heads_major=heads_major)
     wanted = pool.copy()
@@ -78,14 +79,14 @@ def _write(name: Implementation, heads_major: bool, findings: Findings) -> None:
 
 def _pages(name: Implementation, heads_major: bool, findings: Findings) -> None:
     rng = np.random.default_rng(6)
-    pool = rng.normal(size=(LAYERS, PAGES, PAGE_SIZE, HEADS, FEATURES)).astype(np.float32)
+    pool = rng.normal(size=(NUM_LAYERS, PAGES, PAGE_SIZE, HEADS, FEATURES)).astype(np.float32)
     pages = (1 + rng.permutation(PAGES - 1)[:4]).astype(np.int32)
     options: dict[str, Any] = {"heads_major": heads_major, "implementation": name}
     kv = offers.on_device(pool, heads_major=heads_major)
     rows = offers.unless_refused(jax.jit(lambda kv: gather(kv, jnp.asarray(pages), **options)), kv)
     put = jax.jit(lambda kv, rows: scatter(kv, rows, jnp.asarray(pages), 3, 40, **options))
     back = offers.unless_refused(put, jnp.full_like(kv, jnp.nan), rows)
-    wanted = pool[:, pages].reshape(LAYERS, -1, HEADS, FEATURES)
+    wanted = pool[:, pages].reshape(NUM_LAYERS, -1, HEADS, FEATURES)
     _same(f"{name}, page gather", rows, wanted, findings)
     cells = np.full(pool.shape, np.nan, np.float32)
     for token in range(3, 40):
@@ -121,7 +122,7 @@ def _columns() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _layout(dtype: str) -> KVLayout:
-    spec = KVSpec(num_layers=LAYERS, num_kv_heads=HEADS, features=FEATURES, dtype=dtype)
+    spec = KVSpec(num_layers=NUM_LAYERS, num_kv_heads=HEADS, features=FEATURES, dtype=dtype)
     return choose_layout(spec, make_mesh(jax.devices()[:1], 1), PAGE_SIZE)
 
 

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 
 import pallas_kernels.attention
 import pallas_kernels.write
-from gpu_kit.attention_case import LAYER, Arrays
 from gpu_kit.findings import Skipped
+from gpu_kit.paged_rows import LAYER, PagedRows
 from jdisagg.core.platforms import GPU_PLATFORMS
 from pallas_kernels.implementation import Implementation, Refused
-from pallas_kernels.rows import Rows
 
 # Implementations that a platform cannot run
 ELSEWHERE = {"cpu": {"tpu", "gpu"}, "tpu": {"gpu"}} | {gpu: {"tpu"} for gpu in GPU_PLATFORMS}
@@ -24,24 +23,13 @@ def implementations(platform: str) -> list[Implementation]:
     return [name for name in get_args(Implementation) if name not in ELSEWHERE.get(platform, ())]
 
 
-def attend(implementation: Implementation, arrays: Arrays, *, heads_major: bool) -> jax.Array:
+def attend(implementation: Implementation, paged: PagedRows, *, scale: float, window: int | None) -> jax.Array:
     """f32[T, H, D]. Raises Skipped when the implementation refuses the case, and says why."""
-    case = arrays.case
-    kv = on_device(arrays.stored, heads_major=heads_major)
-    scales = None if arrays.scales is None else on_device(arrays.scales, heads_major=heads_major)
-    product = jnp.dtype("float32" if case.kv_dtype == "float32" else "bfloat16")
-    options: dict[str, Any] = {"scale": case.head_dim**-0.5, "window": case.window, "heads_major": heads_major}
-    options |= {"dtype": product, "scales": scales, "implementation": implementation}
-    tables, rows = (
-        jnp.asarray(arrays.page_tables),
-        Rows(
-            starts=jnp.asarray(arrays.starts),
-            counts=jnp.asarray([count for count, _ in case.rows], jnp.int32),
-            lengths=jnp.asarray([length for _, length in case.rows], jnp.int32),
-        ),
-    )
+    options: dict[str, Any] = {"scale": scale, "window": window, "heads_major": paged.heads_major}
+    options |= {"dtype": paged.q.dtype, "scales": paged.scales, "implementation": implementation}
+    tables, rows = jax.tree.map(jnp.asarray, (paged.tables, paged.rows))
     run = jax.jit(lambda q, kv: pallas_kernels.attention.attend(q, kv, LAYER, tables, rows, **options))
-    return unless_refused(run, jnp.asarray(arrays.q, product), kv).astype(jnp.float32)
+    return unless_refused(run, jnp.asarray(paged.q), paged.kv).astype(jnp.float32)
 
 
 def write(

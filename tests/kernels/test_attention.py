@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from gpu_kit.paged_rows import LAYER, PagedRows, Shapes
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.attention import attend
 from pallas_kernels.rows import Kind, Rows
-from tests.kernels.pages import LAYER, FixedBlocks, PagedRows, Shapes
+from tests.kernels.pages import FixedBlocks
 
 # (queries, tokens): one token, page edges (pages of 4), block edges, chunks in the middle of a prompt, empty rows.
 RAGGED = [(1, 1), (1, 4), (1, 5), (0, 3), (4, 4), (5, 9), (3, 17), (0, 1), (1, 16), (7, 8), (0, 2)]

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu_kit.paged_rows import PagedRows
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import tpu_attention, tpu_copies
 from pallas_kernels.rows import Kind
 from pallas_kernels.work import visible
-from tests.kernels.pages import PagedRows
 from tests.kernels.test_attention import DECODE, PREFILL, SHAPES, run
 
 RAISED_RACE = "RACE DETECTED"  # from jax 0.12 on; before, it was printed

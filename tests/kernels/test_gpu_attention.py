@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from gpu_kit.paged_rows import PagedRows
 
 from pallas_kernels import gpu_attention, gpu_triton
 from pallas_kernels.attention import attend
 from pallas_kernels.gpu_attention import gpu_refuses
 from pallas_kernels.rows import Kind, Rows
 from pallas_kernels.work import visible
-from tests.kernels.pages import FixedGpuBlocks, PagedRows
+from tests.kernels.pages import FixedGpuBlocks
 from tests.kernels.test_attention import CASES, DECODE, PREFILL, RAGGED, SHAPES, TOLERANCE, run
 
 WINDOWED = (Kind.MIXED, RAGGED, "mqa", ml_dtypes.bfloat16, 5)
