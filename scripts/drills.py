@@ -29,10 +29,11 @@ from typing import Any
 
 import httpx
 from bench_kit.machine import commit
-from chaos_kit import answer, cuts, gaps, stages
+from chaos_kit import cuts, gaps, stages
 from chaos_kit.act import Blow, Victim
-from chaos_kit.catalogue import Entry
+from chaos_kit.catalogue import LONG_MODEL_LEN, Entry, long_questions
 from chaos_kit.cell import Answers, Cell, CellRunner
+from chaos_kit.client import Clients
 from chaos_kit.drill_report import cell_line, cell_table, cut_line, cut_table, gap_table, machine_line
 from chaos_kit.fleet import Fleet, FleetPlan
 from chaos_kit.gaps import GapDrill, Trouble
@@ -47,7 +48,7 @@ DEMO = Path(__file__).resolve().parent.parent / "jdisagg" / "demo"
 TABLE_SLOTS = 2  # of a D: others can fill them
 GAP_SLOTS, GAP_PAGES = 16, 400  # a survivor takes every stream
 HOST_SIZES = (
-    *("--max-model-len", str(answer.MAX_MODEL_LEN), "--page-size", "16", "--max-num-seqs", "8"),
+    *("--max-model-len", str(LONG_MODEL_LEN), "--page-size", "16", "--max-num-seqs", "8"),
     *("--max-num-batched-tokens", "64", "--transfer-chunk-tokens", "64"),
 )
 PARTS = ("table", "gaps", "hosts")
@@ -166,7 +167,7 @@ async def over_hosts(
         try:
             await fleet.start()
             say("the fleet is whole, each process on a host of its own")
-            drill = HostDrill(fleet, network, http, answer.questions(arguments.streams))
+            drill = HostDrill(fleet, network, Clients(lambda _: fleet.router, http), long_questions(arguments.streams))
             await drill.undisturbed()
             say(f"{arguments.streams} answers, undisturbed; slowest {drill.calm_s:.1f} s")
             for cut in arguments.cuts:

@@ -12,6 +12,7 @@ from jdisagg.v1 import common_pb2
 
 LOWEST_TOKEN, VOCAB = 16, 1024  # below are special tokens; as every model that is asked has at least
 MAX_MODEL_LEN = 256
+LONG_MODEL_LEN = 640  # for `long_questions`
 PLAIN_SHARE = 0.3  # greedy, one choice, nothing else: what another implementation can answer, too
 GRAMMAR_SHARE = 0.2  # of the others
 
@@ -88,6 +89,24 @@ def make_catalogue(count: int) -> list[Entry]:
     return entries
 
 
+def long_questions(count: int) -> tuple[Entry, ...]:
+    """Long answers to short and long prompts; greedy, sampled, penalties, log probabilities, one and two choices."""
+    rng = random.Random(43)
+    return tuple(
+        Entry(
+            prompt=tuple(rng.randrange(LOWEST_TOKEN, VOCAB) for _ in range(_LENGTHS[number % len(_LENGTHS)])),
+            n=_CHOICES[number % len(_CHOICES)],
+            sampling={
+                "max_tokens": rng.choice((60, 110, 200)),
+                "seed": rng.randrange(2**31),
+                "ignore_eos": True,
+                **_LONG_KINDS[number % len(_LONG_KINDS)],
+            },
+        )
+        for number in range(count)
+    )
+
+
 _SCHEMA = {
     "type": "object",
     "properties": {"id": {"type": "integer"}, "kind": {"enum": ["a", "b"]}, "ok": {"type": "boolean"}},
@@ -111,3 +130,13 @@ _KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "repetition_penalty": 1.1},
 )
 _STOPS = ((), (), ("self", "\n\n"), ("return ",))
+_LONG_KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0, "logprobs": 0},  # greedy streams repeat themselves: a token more or less shows in what it was worth
+    {"temperature": 1.0, "top_p": 0.95},
+    {"temperature": 0.0, "repetition_penalty": 1.2, "logprobs": 2},
+    {"temperature": 0.8, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 1.0, "top_k": 50, "logprobs": 0},
+)
+_CHOICES = (1, 1, 2, 1, 1)  # its length has nothing in common with that of _LONG_KINDS: every kind meets every number
+_LENGTHS = (5, 100, 250, 390)

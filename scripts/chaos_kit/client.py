@@ -22,7 +22,8 @@ from jdisagg.v1 import generation_pb2, generation_pb2_grpc
 OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1))
 HANG_GRACE_S = 5.0  # behind the deadline
 RESEND_PAUSE_S = 0.05
-_TRANSPORT = "TRANSPORT"  # the connection failed, as opposed to an answer that says so
+TRANSPORT = "TRANSPORT"  # the connection failed, as opposed to an answer that says so
+HANG, TOO_LATE = "HANG", "DEADLINE_EXCEEDED"  # no answer came in time; over gRPC the latter may be one
 
 
 class Clients:
@@ -46,7 +47,7 @@ class Clients:
             async with asyncio.timeout(deadline_s + HANG_GRACE_S):
                 await self._until_answered(outcome, entry, began_s + deadline_s)
         except TimeoutError:
-            outcome.hung, outcome.error = True, "HANG"
+            outcome.hung, outcome.error = True, HANG
         now_s = monotonic()
         outcome.seconds, outcome.silent_s = now_s - began_s, now_s - (outcome.last_s or began_s)
 
@@ -62,7 +63,7 @@ class Clients:
                 outcome.tokens_of(index)[: len(part.tokens)] != part.tokens for index, part in before.items()
             )
             router_died = router.incarnation != incarnation or not router.up
-            if outcome.error != _TRANSPORT or outcome.went_away or not router_died or monotonic() >= end_s:
+            if outcome.error != TRANSPORT or outcome.went_away or not router_died or monotonic() >= end_s:
                 return
             await asyncio.sleep(RESEND_PAUSE_S)
 
@@ -110,7 +111,7 @@ class Clients:
         except grpc.aio.AioRpcError as error:
             outcome.detail = str(error.details())
             lost = error.code() is grpc.StatusCode.UNAVAILABLE and is_transport(outcome.detail)
-            outcome.error = _TRANSPORT if lost else error.code().name
+            outcome.error = TRANSPORT if lost else error.code().name
         except grpc.aio.UsageError as error:  # the channel was closed below the call
             outcome.error, outcome.detail = "CLOSED", str(error)
         except asyncio.CancelledError:
@@ -144,12 +145,12 @@ class Clients:
                         _take(json.loads(await response.aread()), outcome)
         except TimeoutError:
             outcome.went_away = leaves
-            outcome.error = None if leaves else "DEADLINE_EXCEEDED"
+            outcome.error = None if leaves else TOO_LATE
         except httpx.HTTPError as error:
-            outcome.error, outcome.detail = _TRANSPORT, f"{type(error).__name__}: {error}"
+            outcome.error, outcome.detail = TRANSPORT, f"{type(error).__name__}: {error}"
         ended = [choice for choice in outcome.choices.values() if choice.finish]
         if outcome.error is None and not outcome.went_away and len(ended) != entry.n:
-            outcome.error, outcome.detail = _TRANSPORT, f"{len(ended)} of {entry.n} choices have ended"
+            outcome.error, outcome.detail = TRANSPORT, f"{len(ended)} of {entry.n} choices have ended"
 
 
 async def _read(call: Any, outcome: Outcome) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from chaos_kit.act import Blow, Victim
 from chaos_kit.cell import Cell
-from chaos_kit.host_drill import Outcome
+from chaos_kit.host_drill import Survived
 from chaos_kit.stages import Stage
 
 Row = dict[str, Any]
@@ -61,7 +61,7 @@ def gap_table(rows: Sequence[Row]) -> str:
     return "\n".join([_aligned(lines), *told])
 
 
-def cut_line(outcome: Outcome) -> str:
+def cut_line(outcome: Survived) -> str:
     """One cut of the network in one line, and what was not exact in lines of their own."""
     head = "ok " if outcome.ok else "BAD"
     parts = [
@@ -72,7 +72,7 @@ def cut_line(outcome: Outcome) -> str:
     return "\n         ".join(["; ".join(parts), *outcome.details[:DETAILS]])
 
 
-def cut_table(outcomes: Sequence[Outcome], left: str, calm_s: float) -> str:
+def cut_table(outcomes: Sequence[Survived], left: str, calm_s: float) -> str:
     """One line per cut; `calm_s`: the slowest answer that nothing disturbed."""
     lines = [["", "streams", "exact", "wrong", "failed by name", "slowest s", "whole after s", "", "steps taken"]]
     for one in outcomes:

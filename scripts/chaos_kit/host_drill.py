@@ -14,23 +14,25 @@ from dataclasses import asdict, dataclass, field
 from time import monotonic
 from typing import Any
 
-import httpx
-
-from chaos_kit.answer import Answer, ask
 from chaos_kit.catalogue import Entry
+from chaos_kit.choice import Choice
+from chaos_kit.client import HANG, TOO_LATE, TRANSPORT, Clients
 from chaos_kit.cuts import Cut
 from chaos_kit.host_fleet import HostFleet
 from chaos_kit.network import Network
+from chaos_kit.outcome import Choices, Fate, Outcome, Visit, flaws_in
 
+LIMIT_S = 60.0  # of one answer; later is a hang
 AT_ONCE = 6  # while answers are computed that nothing disturbs
 BEFORE_S, BEFORE_SHARE = 1.0, 0.4  # of the streams begin so long before the cut: they are to be hit, not only late
 WHOLE_S = 60.0  # D asks a P whose KV did not come last, for half a minute
 AT_REST_S = 15.0
+UNNAMED = (HANG, TOO_LATE, TRANSPORT)  # errors that no server said
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """Of one cut. Seconds."""
+class Survived:
+    """What became of everything while there was one cut. Seconds."""
 
     cut: str
     may_fail: bool
@@ -74,11 +76,11 @@ class HostDrill:
 
     fleet: HostFleet
     network: Network
-    http: httpx.AsyncClient
+    clients: Clients  # of its router
     entries: Sequence[Entry]
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[Survived] = field(default_factory=list)
     left: str = ""  # held by somebody for a request that is over
-    _answers: list[Answer] = field(default_factory=list)
+    _answers: list[Outcome] = field(default_factory=list)
     _rng: random.Random = field(default_factory=lambda: random.Random(43))
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -96,18 +98,18 @@ class HostDrill:
         """The right answers. Raises RuntimeError when one fails, or when no KV crosses the network: that would show nothing."""
         limit = asyncio.Semaphore(AT_ONCE)
 
-        async def one(number: int) -> Answer:
+        async def one(number: int) -> Outcome:
             async with limit:
                 return await self._ask(number)
 
         self._answers = await asyncio.gather(*map(one, range(len(self.entries))))
-        failed = [f"{answer.error}: {answer.detail}" for answer in self._answers if answer.error is not None]
+        failed = [f"{answer.error}: {answer.detail}" for answer in self._answers if not answer.well]
         if failed or not await self.fleet.kv_bytes():
             raise RuntimeError(
                 f"undisturbed, {len(failed)} streams failed: {failed[:1]}" if failed else "no KV crossed the network"
             )
 
-    async def strike(self, cut: Cut, hold_s: float) -> Outcome:
+    async def strike(self, cut: Cut, hold_s: float) -> Survived:
         """Everything is asked again, one cut for `hold_s`, and everything after it."""
         before = await self.fleet.rungs()
         tasks = [asyncio.create_task(self._ask(number, self._begin_s(hold_s))) for number in range(len(self.entries))]
@@ -120,18 +122,19 @@ class HostDrill:
         missing = await self.fleet.until_whole(WHOLE_S)
         whole_s = monotonic() - healed_s
         answers = await asyncio.gather(*tasks)
-        fates = [answer.became(wanted) for answer, wanted in zip(answers, self._answers, strict=True)]
+        wanted = [answer.choices for answer in self._answers]
+        fates = [became(*one) for one in zip(answers, self.entries, wanted, strict=True)]
         ended = self.fleet.ended()
         told = [
-            f"question {number}: {fate}: {answer.detail or answer.beside(self._answers[number])}"[:600]
+            f"question {number}: {fate}: {answer.detail or _beside(answer.choices, wanted[number])}"[:600]
             for number, (fate, answer) in enumerate(zip(fates, answers, strict=True))
             if fate != "exact"
         ]
-        outcome = Outcome(
+        outcome = Survived(
             cut=cut.name,
             may_fail=cut.may_fail,
             became=dict(Counter(fates)),
-            named=sum(answer.named and fate == answer.error for fate, answer in zip(fates, answers, strict=True)),
+            named=sum(fate == answer.error and fate not in UNNAMED for fate, answer in zip(fates, answers, strict=True)),
             slowest_s=max(answer.seconds for answer in answers),
             whole_s=whole_s,
             missing=missing,
@@ -160,6 +163,39 @@ class HostDrill:
         before = self._rng.random() < BEFORE_SHARE
         return BEFORE_S * self._rng.random() if before else BEFORE_S + hold_s * self._rng.random()
 
-    async def _ask(self, number: int, after_s: float = 0.0) -> Answer:
+    async def _ask(self, number: int, after_s: float = 0.0) -> Outcome:
         await asyncio.sleep(after_s)
-        return await ask(self.http, self.fleet.router.http, self.entries[number], f"hosts-{next(self._numbers)}")
+        sent = next(self._numbers)
+        visit = Visit(
+            number=sent,
+            entry=number,
+            fate=Fate.STAYS,
+            after_s=0,
+            over_http=True,
+            stream=True,
+            priority=0,
+            cache_salt=f"hosts-{sent}",
+        )
+        outcome = Outcome(visit=visit)
+        await self.clients.run(outcome, self.entries[number], LIMIT_S)
+        return outcome
+
+
+def became(outcome: Outcome, entry: Entry, wanted: Choices) -> str:
+    """`exact`, the name of its error behind nothing but what is right, or the name of a flaw, in capitals."""
+    if flaws := flaws_in(outcome, entry, wanted, exact=True):
+        return flaws[-1].name
+    return outcome.error or "exact"
+
+
+def _beside(got: Choices, wanted: Choices) -> str:
+    """Where each choice differs first, in words."""
+    told = []
+    for number in sorted(wanted.keys() | got.keys()):
+        mine, right = got.get(number, Choice()), wanted.get(number, Choice())
+        pairs = itertools.zip_longest(mine.tokens, right.tokens)
+        values = itertools.zip_longest(mine.logprobs, right.logprobs)
+        for what, both in (("token", pairs), ("logprob", values)):
+            found = next(((at, one, right_one) for at, (one, right_one) in enumerate(both) if one != right_one), None)
+            told += [f"choice {number}, {what} {found[0]}: {found[1]} instead of {found[2]}"] if found else []
+    return "; ".join(told) or "text, finish or counts differ"

@@ -10,7 +10,7 @@ from itertools import permutations, product
 from pathlib import Path
 
 import pytest
-from chaos_kit.answer import MAX_MODEL_LEN
+from chaos_kit.catalogue import LONG_MODEL_LEN
 from chaos_kit.cuts import CUTS, DECODE, HOSTS, PREFILL
 from chaos_kit.network import NoNetwork, way_in
 
@@ -91,7 +91,7 @@ def test_every_cut_stops_what_it_says_and_nothing_else_and_heals(enter: tuple[st
 @pytest.mark.timeout(LIMIT_S + 30)
 @pytest.mark.usefixtures("enter")
 def test_the_network_between_hosts_breaks_and_every_stream_is_exact(tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path / "tiny", max_model_len=MAX_MODEL_LEN)
+    model = make_tiny_model(tmp_path / "tiny", max_model_len=LONG_MODEL_LEN)
     told = tmp_path / "told.json"
     flags = ("--model", str(model), "--cuts", ",".join(CUT_HERE), "--hold-s", "2.5", "--streams", str(STREAMS))
     command = [*DRILLS, *flags, "--json", str(told), "--directory", str(tmp_path / "logs")]

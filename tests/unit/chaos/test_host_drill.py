@@ -7,43 +7,52 @@ from typing import Any
 
 import drills
 import pytest
-from chaos_kit.answer import Answer
+from chaos_kit.catalogue import Entry
 from chaos_kit.choice import Choice
 from chaos_kit.drill_report import cut_table
-from chaos_kit.host_drill import Outcome
+from chaos_kit.host_drill import Survived, became
 from chaos_kit.network import NoNetwork, way_in
+from chaos_kit.outcome import Fate, Outcome, Visit
 
-RIGHT = Answer({0: Choice([1, 2, 3, 4], "abcd", [(-0.1, None)] * 4, "length")})
+RIGHT = Choice([1, 2, 3, 4], "abcd", [(-0.1, None)] * 4, "length")
 
 
-def outcome(**other: Any) -> Outcome:
+def outcome(**other: Any) -> Survived:
     everything = {"cut": "x", "may_fail": False, "became": {"exact": 3}, "named": 0, "slowest_s": 1.0, "whole_s": 1.0}
-    return Outcome(**{**everything, "missing": "", "ended": (), "rungs": {}, **other})
+    return Survived(**{**everything, "missing": "", "ended": (), "rungs": {}, **other})
+
+
+def answer(choices: dict[int, Choice], error: str | None = None) -> Outcome:
+    """Told as many tokens as came."""
+    visit = Visit(number=0, entry=0, fate=Fate.STAYS, after_s=0, over_http=True, stream=True, priority=0, cache_salt="")
+    return Outcome(visit=visit, choices=choices, error=error, usage=(1, sum(len(one.tokens) for one in choices.values())))
 
 
 @pytest.mark.parametrize(
-    ("choice", "error", "became"),
+    ("choices", "error", "fate"),
     [
-        (Choice([1, 2, 3, 4], "abcd", [(-0.1, None)] * 4, "length"), None, "exact"),
-        (Choice([1, 2, 3], "abc", [(-0.1, None)] * 3, "length"), None, "LOST"),
-        (Choice([1, 2, 2, 3, 4], "abbcd", [(-0.1, None)] * 5, "length"), None, "DUPLICATED"),
-        (Choice([1, 2, 9, 4], "abxd", [(-0.1, None)] * 4, "length"), None, "WRONG"),
-        (Choice([1, 2, 3, 4], "abcx", [(-0.1, None)] * 4, "length"), None, "MISTOLD"),
-        (Choice([1, 2, 3, 4], "abcd", [(-0.1, None)] * 3 + [(-0.2, None)], "length"), None, "MISTOLD"),
-        (Choice([1, 2, 3, 4], "abcd", [(-0.1, None)] * 4, "stop"), None, "MISTOLD"),
-        (Choice([1, 2], "ab", [(-0.1, None)] * 2), "service_unavailable", "service_unavailable"),
-        (Choice([1, 9], "ax", [(-0.1, None)] * 2), "service_unavailable", "WRONG"),
-        (Choice([1, 2], "ab", [(-0.2, None)] * 2), "service_unavailable", "MISTOLD"),
-        (Choice([1, 2], "ab", [(-0.1, None)] * 2), "CUT", "CUT"),
+        ({0: RIGHT}, None, "exact"),
+        ({0: Choice([1, 2, 3], "abc", [(-0.1, None)] * 3, "length")}, None, "LOST"),
+        ({}, None, "LOST"),
+        ({0: Choice([1, 2], "ab", [(-0.1, None)] * 2)}, "SERVICE_UNAVAILABLE", "SERVICE_UNAVAILABLE"),
+        ({0: Choice([1, 9], "ax", [(-0.1, None)] * 2)}, "SERVICE_UNAVAILABLE", "WRONG"),
+        ({0: Choice([1, 2], "ab", [(-0.1, None)] * 2)}, "TRANSPORT", "TRANSPORT"),
     ],
 )
-def test_an_answer_is_exact_or_fails_behind_right_tokens_or_has_a_flaw(choice: Choice, error: str | None, became: str) -> None:
-    assert Answer({0: choice}, error).became(RIGHT) == became
+def test_an_answer_is_exact_or_fails_behind_right_tokens_or_has_a_flaw(
+    choices: dict[int, Choice], error: str | None, fate: str
+) -> None:
+    entry = Entry(prompt=(1,), sampling={"max_tokens": 4})
+    assert became(answer(choices, error), entry, {0: RIGHT}) == fate
 
 
-def test_an_answer_that_lacks_a_choice_has_lost_it() -> None:
-    assert Answer().became(RIGHT) == "LOST"
-    assert Answer({0: RIGHT.choices[0], 1: Choice([5])}).became(RIGHT) != "exact"
+def test_the_flaw_of_a_choice_is_told_before_that_of_the_counts() -> None:
+    lost = answer({0: Choice([1, 2, 3], "abc", [(-0.1, None)] * 3, "length")})
+    lost.usage = (1, 4)
+    assert became(lost, Entry(prompt=(1,), sampling={"max_tokens": 4}), {0: RIGHT}) == "LOST"
+    mistold = answer({0: RIGHT})
+    mistold.usage = None
+    assert became(mistold, Entry(prompt=(1,), sampling={"max_tokens": 4}), {0: RIGHT}) == "MISTOLD"
 
 
 @pytest.mark.parametrize(
@@ -54,7 +63,7 @@ def test_an_answer_that_lacks_a_choice_has_lost_it() -> None:
         ({"became": {"exact": 2, "HANG": 1}, "may_fail": True}, False),
         ({"became": {"exact": 2, "503": 1}, "named": 1}, False),
         ({"became": {"exact": 2, "503": 1}, "named": 1, "may_fail": True}, True),
-        ({"became": {"exact": 1, "503": 1, "CUT": 1}, "named": 1, "may_fail": True}, False),
+        ({"became": {"exact": 1, "503": 1, "TRANSPORT": 1}, "named": 1, "may_fail": True}, False),
         ({"missing": "the router has no D"}, False),
         ({"ended": ("d1",)}, False),
     ],
