@@ -22,7 +22,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from bench_kit.client import by_label
+from bench_kit.client import read_samples
+from bench_kit.samples import by_label
 from fleet_process import FleetProcess, free_port
 
 READY_TIMEOUT_S, CALL_TIMEOUT_S = 240.0, 300.0
@@ -69,7 +70,7 @@ def run(num_requests: int, num_p: int, num_d: int, of_workers: tuple[str, ...], 
         seconds = monotonic() - began_s
         rungs: Counter[str] = Counter()
         for one in ready.values():
-            found = by_label(one.http or "", "jdisagg_recoveries_total", "rung")
+            found = by_label(read_samples(one.http or ""), "jdisagg_recoveries_total", "rung")
             rungs.update({rung: int(count) for rung, count in found.items()})
         lost = sum(" is lost: " in line for line in (logs / "router.log").read_text(errors="replace").splitlines())
     finally:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import itertools
 import time
 import urllib.request
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
 import grpc
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.samples import Sample
 
+from bench_kit.samples import samples
 from jdisagg.api.channels import open_blocking_channel
 from jdisagg.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
@@ -114,20 +112,7 @@ class Client:
         stream.token_s += [time.monotonic()] * len(response.delta.token_ids)
 
 
-def counters(http_address: str) -> dict[str, float]:
-    """Every sample of a worker's /metrics by name, labels added up; 0 for names it does not have."""
-    totals: dict[str, float] = defaultdict(float)
-    for sample in _samples(http_address):
-        totals[sample.name] += sample.value
-    return totals
-
-
-def by_label(http_address: str, name: str, label: str) -> dict[str, float]:
-    """What one metric of a worker has counted, by the label's value."""
-    return {sample.labels[label]: sample.value for sample in _samples(http_address) if sample.name == name and sample.value}
-
-
-def _samples(http_address: str) -> list[Sample]:
+def read_samples(http_address: str) -> dict[str, float]:
+    """Of a process's /metrics."""
     with urllib.request.urlopen(f"http://{http_address}/metrics", timeout=METRICS_S) as response:
-        families = text_string_to_metric_families(response.read().decode())
-    return [sample for family in families for sample in family.samples]
+        return samples(response.read().decode())

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from fleet_process import FleetProcess, free_port
 
-from bench_kit.client import Client, by_label, counters
+from bench_kit.client import Client, read_samples
+from bench_kit.samples import by_label, by_name
 from jdisagg.serve.ready import Ready
 
 LEAST_S = 5.0  # of a request
@@ -32,27 +33,28 @@ class Server:
         """Of the process."""
         return self.process.process.pid
 
-    def counters(self) -> dict[str, float]:
-        """Samples by name, labels added up."""
+    def samples(self) -> dict[str, float]:
+        """Of /metrics, now."""
         assert self.ready.http is not None
-        return counters(self.ready.http)
+        return read_samples(self.ready.http)
+
+    def counters(self) -> dict[str, float]:
+        """Samples by name, labels added up; 0 for names it does not have."""
+        return by_name(self.samples())
 
     def bytes_by_backend(self) -> dict[str, float]:
         """KV bytes received, by the backend that carried them."""
-        assert self.ready.http is not None
-        return by_label(self.ready.http, "jdisagg_transfer_bytes_total", "backend")
+        return by_label(self.samples(), "jdisagg_transfer_bytes_total", "backend")
 
     def recoveries_by_rung(self) -> dict[str, float]:
         """Hand-offs that did not go as meant, by what was done."""
-        assert self.ready.http is not None
-        return by_label(self.ready.http, "jdisagg_recoveries_total", "rung")
+        return by_label(self.samples(), "jdisagg_recoveries_total", "rung")
 
     def wait_for_peer(self, within_s: float) -> None:
         """Until this decode worker has found its prefill worker: READY, it may have asked last before the other one was, and
         asks once a second. Raises RuntimeError after `within_s`."""
-        assert self.ready.http is not None
         end_s = time.monotonic() + within_s
-        while "usable" not in (states := by_label(self.ready.http, "jdisagg_peers", "state")):
+        while "usable" not in (states := by_label(self.samples(), "jdisagg_peers", "state")):
             if time.monotonic() > end_s:
                 raise RuntimeError(f"no usable prefill worker after {within_s:g} s: {states}")
             time.sleep(0.05)

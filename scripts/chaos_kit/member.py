@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+from bench_kit.samples import samples
 from fleet_process import FleetProcess, free_port, release_port
 
 from chaos_kit.proxy import Proxy
@@ -19,7 +19,6 @@ from jdisagg.serve.ready import Ready
 
 READY_TIMEOUT_S = 180.0
 ASK_TIMEOUT_S = 5.0
-_SAMPLE = re.compile(r"^(jdisagg_[a-z_]+)(?:\{(.*)\})? (\S+)$", re.M)
 
 
 class Member:
@@ -170,8 +169,7 @@ class Member:
 
     async def metrics(self) -> dict[str, float]:
         """All samples by name and labels, `name{label="value"}`."""
-        text = await self.get("/metrics")
-        return {f"{name}{{{labels}}}" if labels else name: float(value) for name, labels, value in _SAMPLE.findall(text)}
+        return samples(await self.get("/metrics"))
 
 
 async def kill_all(members: Iterable[Member]) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench_kit.samples import samples, total
 from chaos_kit.leaks import held_by
 from fleet_process import FleetProcess
 
@@ -118,14 +119,7 @@ class ServerProcess:
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of the samples of one metric whose labels match."""
-        total = 0.0
-        for line in self.get("/metrics")[1].splitlines():
-            if line.startswith("#") or not line.startswith(name):
-                continue
-            key, _, value = line.rpartition(" ")
-            if key.split("{")[0] == name and all(f'{label}="{wanted}"' in key for label, wanted in labels.items()):
-                total += float(value)
-        return total
+        return total(samples(self.get("/metrics")[1]), name, **labels)
 
     def resources(self) -> Resources:
         """Threads, descriptors and sockets of the process now, without the threads whose number grpc chooses itself."""
