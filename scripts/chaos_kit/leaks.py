@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -161,11 +161,14 @@ async def at_rest(members: Sequence[Member]) -> list[str]:
 
 
 async def _left_over(member: Member) -> list[str]:
-    """What a process still holds for somebody; empty when it is at rest."""
     try:
-        metrics, state = await member.metrics(), await member.state()
+        return left_over(await member.metrics(), await member.state())
     except (httpx.HTTPError, ValueError) as error:
         return [f"does not answer: {error!r}"]
+
+
+def left_over(metrics: Mapping[str, float], state: dict[str, Any]) -> list[str]:
+    """What a process still holds for somebody, by its /metrics and /debug/state; empty when it is at rest."""
     if "error" in state:
         return [f"does not answer: {state['error']}"]
     found = [f"{name} = {metrics[name]:g}" for name in GAUGES if metrics.get(name)]

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import grpc.aio
-from chaos_kit.leaks import live_requests
 
 from jdisagg.v1 import common_pb2
 from tests.e2e.client import OPTIONS, Asked, Got, generate
@@ -69,10 +68,7 @@ def wait_all_free(server: ServerProcess) -> None:
 
 
 def assert_quiescent(server: ServerProcess) -> None:
-    wait_all_free(server)
-    wait_until(lambda: server.metric("jdisagg_leases") == 0, FREE_S, f"{server.flags[1]}: no lease")
-    wait_until(lambda: server.metric("jdisagg_published_bytes") == 0, FREE_S, f"{server.flags[1]}: nothing published")
-    wait_until(lambda: not live_requests(server.state()), FREE_S, f"{server.flags[1]}: no request", server.state)
+    wait_until(lambda: not server.left_over(), FREE_S, f"{server.flags[1]} holds nothing", server.left_over)
 
 
 def once(holds: Callable[[], object], what: str) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_kit.samples import samples, total
-from chaos_kit.leaks import held_by
+from chaos_kit.leaks import held_by, left_over
 from fleet_process import FleetProcess
 
 from jdisagg.serve.environment import PARENT_VARIABLE
@@ -120,6 +120,10 @@ class ServerProcess:
     def metric(self, name: str, **labels: str) -> float:
         """Sum of the samples of one metric whose labels match."""
         return total(samples(self.get("/metrics")[1]), name, **labels)
+
+    def left_over(self) -> list[str]:
+        """What it still holds for somebody; empty when it is at rest."""
+        return left_over(samples(self.get("/metrics")[1]), self.state())
 
     def resources(self) -> Resources:
         """Threads, descriptors and sockets of the process now, without the threads whose number grpc chooses itself."""

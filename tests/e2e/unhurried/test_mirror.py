@@ -73,8 +73,7 @@ class Chat:
 
     def is_empty(self) -> bool:
         """No request, lease, or published byte anywhere."""
-        names = ("jdisagg_published_bytes", "jdisagg_leases", "jdisagg_kv_pages_used", "jdisagg_requests")
-        return not any(server.metric(name) for server in (self.prefill, self.decode) for name in names)
+        return not (self.prefill.left_over() or self.decode.left_over())
 
 
 def ask(chat: Chat, prompt: tuple[int, ...], max_tokens: int) -> Got:
