@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from bench_kit.machine import machine, one_line
-from step_bench.roofline import memory_rate, product_rate
+from bench_kit.roofline import matmul_flop_per_s, read_bytes_per_s
 from step_bench.subject import WARM_STEPS, Form, Subject
 
 DTYPES = ("float32", "bfloat16")
 TARGET_RATIO = 3.0
+MEMORY_BYTES = 2**29  # past every cache
+SIDE, RATE_ROUNDS = 2048, 3
 
 
 def main() -> int:
@@ -43,7 +45,8 @@ def main() -> int:
         options.batches, options.rounds, options.steps, options.context = "2", 1, 1, 32
     report: dict[str, Any] = {"machine": machine(), "context": options.context}
     print(one_line(report["machine"]))
-    rates = {"memory": memory_rate(), **{dtype: product_rate(dtype) for dtype in DTYPES}}
+    rates = {"memory": max(read_bytes_per_s(MEMORY_BYTES, repeats=RATE_ROUNDS))}
+    rates |= {dtype: max(matmul_flop_per_s(SIDE, repeats=RATE_ROUNDS, dtype=dtype, at_once=1)) for dtype in DTYPES}
     print(
         f"memory {rates['memory'] / 1e9:.1f} GB/s, products " + ", ".join(f"{d} {rates[d] / 1e9:.0f} GFLOP/s" for d in DTYPES)
     )

@@ -16,9 +16,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from bench_kit.roofline import seconds_each
 
 from gpu_kit.findings import Findings, Skipped
-from gpu_kit.roofline import seconds_each
 from gpu_kit.setting import Setting
 from gpu_kit.shapes import TOPOLOGIES, served_shape
 from gpu_kit.targets import FORETOLD_BYTES, FORETOLD_TIME

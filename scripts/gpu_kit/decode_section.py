@@ -6,10 +6,10 @@ import statistics
 from typing import Any
 
 from bench_kit.figures import spread
+from bench_kit.roofline import copy_bytes_per_s
 
 from gpu_kit.engine_steps import PAGE_SIZE, StepBench
 from gpu_kit.findings import Findings
-from gpu_kit.roofline import copy_bytes_per_s
 from gpu_kit.setting import Setting
 from gpu_kit.targets import DECODE, FORETOLD_8B
 

@@ -7,9 +7,9 @@ import statistics
 import jax
 import jax.numpy as jnp
 from bench_kit.figures import spread
+from bench_kit.roofline import copy_bytes_per_s, matmul_flop_per_s
 
 from gpu_kit.findings import Findings, Skipped
-from gpu_kit.roofline import copy_bytes_per_s, matmul_flop_per_s
 from gpu_kit.setting import Setting
 
 SIZE = 512

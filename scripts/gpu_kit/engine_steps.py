@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bench_kit.roofline import seconds_each
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gpu_kit.roofline import seconds_each
 from gpu_kit.setting import Setting
 from gpu_kit.shapes import TOPOLOGIES, whole_shape
 from jdisagg.aot.abstract import ModelForm

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from bench_kit.figures import spread
+from bench_kit.roofline import copy_bytes_per_s, seconds_each
 from transfer_bench.bare import RawTcp
 from transfer_bench.consumer import Moved, connected
 from transfer_bench.parts import TOKEN_BYTES, Form
 
 from gpu_kit.findings import Findings
-from gpu_kit.roofline import copy_bytes_per_s, seconds_each
 from gpu_kit.setting import Setting
 from gpu_kit.targets import HANDOFF, OF_TCP
 from jdisagg.handoff.credit import WINDOW_PIECES

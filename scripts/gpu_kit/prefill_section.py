@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 
 from bench_kit.figures import spread
+from bench_kit.roofline import matmul_flop_per_s
 
 from gpu_kit.engine_steps import StepBench
 from gpu_kit.findings import Findings
-from gpu_kit.roofline import matmul_flop_per_s
 from gpu_kit.setting import Setting
 from gpu_kit.targets import PREFILL
 

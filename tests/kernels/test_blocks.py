@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 import tune_kernels
 from jax.experimental.pallas import tpu as pltpu
-from kernel_tuning.problem import Problem, measure
+from tune_kernels import Problem, measure
 
 from pallas_kernels.blocks import Blocks, BlockTable, blocks_by_rule, file_stem, tuned
 

@@ -35,8 +35,14 @@ def copy_bytes_per_s(num_bytes: int, *, repeats: int) -> list[float]:
     return [2 * num_bytes / seconds for seconds in seconds_each(lambda: touch(x), repeats=repeats)]
 
 
-def matmul_flop_per_s(size: int, *, repeats: int) -> list[float]:
-    """Of a square product of random bfloat16 matrices, accumulated in float32."""
-    a, b = (jax.random.normal(jax.random.key(seed), (size, size), jnp.bfloat16) for seed in (1, 2))
-    product = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32).astype(jnp.bfloat16))
-    return [2 * size**3 / seconds for seconds in seconds_each(lambda: product(a, b), repeats=repeats)]
+def read_bytes_per_s(num_bytes: int, *, repeats: int) -> list[float]:
+    """Of a sum over an array of `num_bytes`, one at a time."""
+    x, add = jnp.ones(num_bytes // 4, jnp.float32), jax.jit(jnp.sum)
+    return [num_bytes / seconds for seconds in seconds_each(lambda: add(x), repeats=repeats, at_once=1)]
+
+
+def matmul_flop_per_s(size: int, *, repeats: int, dtype: str = "bfloat16", at_once: int = AT_ONCE) -> list[float]:
+    """Of a square product of random matrices, accumulated in float32."""
+    a, b = (jax.random.normal(jax.random.key(seed), (size, size), dtype) for seed in (1, 2))
+    product = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32).astype(dtype))
+    return [2 * size**3 / seconds for seconds in seconds_each(lambda: product(a, b), repeats=repeats, at_once=at_once)]
