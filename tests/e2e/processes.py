@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -15,11 +17,12 @@ from typing import Any
 
 from bench_kit.samples import samples, total
 from chaos_kit.leaks import held_by, left_over
-from fleet_process import FleetProcess
+from fleet_process import ROOT, FleetProcess
 
 from jdisagg.serve.environment import PARENT_VARIABLE
 from jdisagg.serve.ready import Ready
 
+OURS = ("XLA_FLAGS", "NPROC", PARENT_VARIABLE)  # of tests: an operator has none of them
 READY_TIMEOUT_S = 150.0
 STOP_TIMEOUT_S = 60.0  # beyond --drain-s
 ENGINE_ANSWERS_S = 30.0
@@ -37,14 +40,28 @@ class Resources:
         return all(mine <= its for mine, its in zip(vars(self).values(), vars(other).values(), strict=True))
 
 
+def environment(**more: str) -> dict[str, str]:
+    """Of what an operator starts here, on CPUs."""
+    theirs = {name: value for name, value in os.environ.items() if name not in OURS}
+    return {**theirs, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'scripts'}", "JAX_PLATFORMS": "cpu", **more}
+
+
+def run_script(name: str, *flags: str, timeout_s: float, **env: str) -> subprocess.CompletedProcess[str]:
+    """One of scripts/, to its end."""
+    command = [sys.executable, str(ROOT / "scripts" / name), *flags]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment(**env), capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+
+
 class ServerProcess:
     """One `python -m jdisagg.serve` with its READY line. Always ended by SIGKILL if nothing else helps."""
 
     def __init__(self, *flags: str, log: Path, env: dict[str, str] | None = None, module: str = "jdisagg.serve") -> None:
         self.flags = flags
         self.log = log
-        ours = dict.fromkeys(("XLA_FLAGS", "NPROC", PARENT_VARIABLE))  # as an operator starts it
-        self._started = FleetProcess(*flags, log=log, env={"JAX_PLATFORMS": "cpu", **ours, **(env or {})}, module=module)
+        as_operators = {"JAX_PLATFORMS": "cpu", **dict.fromkeys(OURS), **(env or {})}
+        self._started = FleetProcess(*flags, log=log, env=as_operators, module=module)
         self.process = self._started.process
         self._ready: Ready | None = None
         self._log_size_at_ready = 0

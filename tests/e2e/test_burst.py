@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.e2e.processes import run_script
 from tests.e2e.tries import fair
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(900)
 def test_everybody_who_calls_in_the_same_moment_gets_a_whole_answer(tmp_path: Path) -> None:
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    env.pop("XLA_FLAGS", None)
     figures_path = tmp_path / "burst.json"
     small = ("--max-model-len", "256", "--max-num-batched-tokens", "256")  # there is less to compile
-    command = [sys.executable, "scripts/burst.py", "--requests", "400", "--d", "1", "--json", str(figures_path), *small]
+    flags = ("--requests", "400", "--d", "1", "--json", str(figures_path), *small)
 
     def figures(_: int) -> dict[str, Any]:
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=290, check=False)
+        done = run_script("burst.py", *flags, timeout_s=290)
         print(done.stdout, done.stderr, sep="\n")
         assert done.returncode == 0
         found = json.loads(figures_path.read_text())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import signal
 import subprocess
@@ -14,14 +13,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from fleet_process import free_port
+from fleet_process import ROOT, free_port
 
 from jdisagg.core.fleet import SUSPECT_S
 from tests.e2e.blows import assert_exact, interrupt, kill_prefill_amid_handoffs, long_requests, once, wait_all_free
 from tests.e2e.client import Got, run_all
 from tests.e2e.conftest import PATIENT, Pair, Start, starting
 from tests.e2e.fleets import Fleet
-from tests.e2e.processes import ServerProcess, wait_until
+from tests.e2e.processes import ServerProcess, environment, wait_until
 from tests.e2e.tries import fair
 
 STREAMS = 8
@@ -154,9 +153,7 @@ def test_killed_client_frees_its_pages_at_once(pair: Pair, tmp_path: Path) -> No
 
 def _kill_client_while_it_runs(script: Path, decode: ServerProcess) -> float:
     """When it was killed."""
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'scripts'}"}
-    client = subprocess.Popen([sys.executable, str(script)], cwd=root, env=environment)
+    client = subprocess.Popen([sys.executable, str(script)], cwd=ROOT, env=environment())
     running = partial(decode.metric, "jdisagg_requests", state="running")
     try:
         wait_until(lambda: client.poll() is not None or running() > 0, 2 * LIMIT_S, "requests are running, or have ended")

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fleet_process import ROOT
 
-ROOT = Path(__file__).parents[2]
+from tests.e2e.processes import environment, run_script
+
 ALL = (
     *("device", "kernels", "unified", "colocated", "pair-jax", "pair-grpc", "pair-shm", "cpu-decode", "hazards", "moving"),
     *("decode", "prefill", "batch", "aot"),
@@ -20,14 +22,11 @@ ALL = (
 LIMIT_S = 900.0  # it takes about 100 CPU seconds with nothing compiled beforehand
 
 
-def run_check(out: Path, *flags: str, limit_s: float = LIMIT_S, **env: str) -> tuple[int, dict[str, dict[str, Any]], str]:
+def run_check(out: Path, *flags: str, limit_s: float = LIMIT_S) -> tuple[int, dict[str, dict[str, Any]], str]:
     """Exit status, sections by name, output."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", **env}
-    environment.pop("XLA_FLAGS", None)
     command = [sys.executable, "scripts/gpu_check.py", "--out", str(out), *flags]
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
     ) as process:
         try:
             output, _ = process.communicate(timeout=limit_s)
@@ -67,8 +66,7 @@ def test_every_section_runs_small_on_a_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 def test_an_unknown_section_is_refused_with_the_names_there_are() -> None:
-    command = [sys.executable, "scripts/gpu_check.py", "--sections", "decoed"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+    done = run_script("gpu_check.py", "--sections", "decoed", timeout_s=50)
     assert done.returncode == 2
     assert "decoed unknown, wanted some of device, kernels" in done.stderr
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from itertools import permutations, product
@@ -13,11 +12,12 @@ import pytest
 from chaos_kit.catalogue import LONG_MODEL_LEN
 from chaos_kit.cuts import CUTS, DECODE, HOSTS, PREFILL
 from chaos_kit.network import NoNetwork, way_in
+from fleet_process import ROOT
 
+from tests.e2e.processes import environment, run_script
 from tests.e2e.tiny_model import make_tiny_model
 
-ROOT = Path(__file__).parents[2]
-DRILLS = (sys.executable, str(ROOT / "scripts" / "drills.py"), "--part", "hosts")
+DRILLS = ("drills.py", "--part", "hosts")
 ENDS = ("client", *HOSTS)
 CUT_HERE = ("p1 and d1 apart", "d1 unplugged")
 STREAMS, LIMIT_S = 24, 500.0  # so many that some are always hit
@@ -30,12 +30,6 @@ def enter() -> tuple[str, ...]:
         return way_in()
     except NoNetwork as error:
         pytest.skip(f"no hosts here: {error}")
-
-
-def environment() -> dict[str, str]:
-    found = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}", "JAX_PLATFORMS": "cpu"}
-    found.pop("XLA_FLAGS", None)
-    return found
 
 
 def around(name: str, ends: tuple[str, ...] = ENDS) -> Pairs:
@@ -94,8 +88,7 @@ def test_the_network_between_hosts_breaks_and_every_stream_is_exact(tmp_path: Pa
     model = make_tiny_model(tmp_path / "tiny", max_model_len=LONG_MODEL_LEN)
     told = tmp_path / "told.json"
     flags = ("--model", str(model), "--cuts", ",".join(CUT_HERE), "--hold-s", "2.5", "--streams", str(STREAMS))
-    command = [*DRILLS, *flags, "--json", str(told), "--directory", str(tmp_path / "logs")]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = run_script(*DRILLS, *flags, "--json", str(told), "--directory", str(tmp_path / "logs"), timeout_s=LIMIT_S)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(told.read_text())["hosts"]
@@ -109,8 +102,7 @@ def test_without_its_tools_part_hosts_says_which_one_is_missing(tool: str, tmp_p
     for other in {"ip", "unshare", "nsenter"} - {tool}:
         (tmp_path / other).write_text("#!/bin/sh\nexit 1\n")
         (tmp_path / other).chmod(0o755)
-    env = {**environment(), "PATH": str(tmp_path)}
-    done = subprocess.run(DRILLS, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = run_script(*DRILLS, timeout_s=60, PATH=str(tmp_path))
     assert done.returncode == 2
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from fleet_process import ROOT
 
+from tests.e2e.processes import run_script
 from tests.e2e.tries import fair
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(1000)
 def test_the_plug_is_pulled_and_both_streams_are_identical() -> None:
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "COLUMNS": "80"}
-    env.pop("XLA_FLAGS", None)
-    command = [sys.executable, "scripts/pull_the_plug.py"]
     done = fair(
-        lambda _: subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=320, check=False),
+        lambda _: run_script("pull_the_plug.py", timeout_s=320, COLUMNS="80"),
         lambda done: "over before the kill" in done.stderr or "nothing noticed" in done.stdout,
         "it kills in the middle of half a second, and says so when it came too late",
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 
 from jdisagg.batch.journal import journal_path
 from tests.e2e.conftest import SMALL
+from tests.e2e.processes import environment
 from tests.e2e.tries import fair
 
 LIMIT_S = 200.0  # of what takes some seconds
@@ -23,8 +23,7 @@ FLAGS = ("--numerics", "exact", *SMALL)  # compiled by others, on one device
 def start(source: Path, output: Path, model: Path, *more: str, stderr: int | None = None) -> subprocess.Popen[bytes]:
     files = ("--input", str(source), "--output", str(output), "--quiet", "--max-concurrency", "4")
     command = [sys.executable, "-m", "jdisagg.batch", *files, "--model", str(model), *FLAGS, *more]
-    as_started_by_hand = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
-    return subprocess.Popen(command, stderr=stderr, env=as_started_by_hand)
+    return subprocess.Popen(command, stderr=stderr, env=environment())
 
 
 def kill_amid_answers(process: subprocess.Popen[bytes], journal: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,16 +11,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.processes import environment, run_script
+
 TASKS = Path("configs/eval")
 
 
 @pytest.mark.parametrize("kind", ["choice", "generate", "perplexity"])
 def test_scores_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
     result = tmp_path / "scores.json"
-    command = [sys.executable, "scripts/eval_batch.py", kind, "--task", str(TASKS / f"{kind}.jsonl"), "--limit", "2"]
-    options = ["--reference", "transformers", "--json", str(result), "--quiet"]
-    options += ["--num-pages", "200", "--max-num-seqs", "4", "--max-num-batched-tokens", "64"]  # less to compile
-    subprocess.run(command + options, check=True, timeout=400, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    flags = ("--task", str(TASKS / f"{kind}.jsonl"), "--limit", "2", "--reference", "transformers", "--json", str(result))
+    small = ("--num-pages", "200", "--max-num-seqs", "4", "--max-num-batched-tokens", "64")  # less to compile
+    done = run_script("eval_batch.py", kind, *flags, "--quiet", *small, timeout_s=400, HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stdout + done.stderr
     scores = json.loads(result.read_text("utf-8"))["scores"]
     assert scores["jdisagg"] == pytest.approx(scores["transformers"], abs=1e-3)
     assert scores["jdisagg"].keys() == scores["transformers"].keys()
@@ -31,7 +32,7 @@ def test_an_evaluation_that_is_interrupted_while_its_engine_starts_leaves_no_fil
     command = [sys.executable, "scripts/eval_batch.py", "choice", "--task", str(TASKS / "choice.jsonl"), "--quiet"]
     scratch, nothing_compiled = tmp_path / "scratch", tmp_path / "cache"
     scratch.mkdir()
-    env = {**os.environ, "TMPDIR": str(scratch), "JAX_COMPILATION_CACHE_DIR": str(nothing_compiled)}
+    env = environment(TMPDIR=str(scratch), JAX_COMPILATION_CACHE_DIR=str(nothing_compiled))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs behind the scenes inherits "ignored"
     with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as process:
         signal.signal(signal.SIGINT, before)
