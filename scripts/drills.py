@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from bench_kit.machine import commit
+from bench_kit.machine import commit, load
 from chaos_kit import cuts, gaps, stages
 from chaos_kit.act import Blow, Victim
 from chaos_kit.catalogue import LONG_MODEL_LEN, Entry, long_questions
@@ -39,7 +39,6 @@ from chaos_kit.fleet import Fleet, FleetPlan
 from chaos_kit.gaps import GapDrill, Trouble
 from chaos_kit.host_drill import HostDrill
 from chaos_kit.host_fleet import HostFleet
-from chaos_kit.machine import machine
 from chaos_kit.network import Network, NoNetwork, way_in
 from chaos_kit.reference import unified_answers
 from chaos_kit.stages import Stage, drill_plan
@@ -201,7 +200,7 @@ def parts(wanted: str) -> tuple[str, ...]:
 
 async def run(arguments: argparse.Namespace, wanted: tuple[str, ...], directory: Path) -> bool:
     """Everything asked for; whether all is as it must be."""
-    found: dict[str, Any] = {"commit": commit(), "model": arguments.model, "machine": machine()}
+    found: dict[str, Any] = {"commit": commit(), "model": arguments.model, "machine": load()}
     say(machine_line(found["machine"]))
     fine = True
 
@@ -227,7 +226,7 @@ async def run(arguments: argparse.Namespace, wanted: tuple[str, ...], directory:
             )
             print(cut_table(host_drill.outcomes, host_drill.left, host_drill.calm_s), flush=True)
             fine = fine and host_drill.is_fine
-    found["machine_at_end"] = await asyncio.to_thread(machine)
+    found["machine_at_end"] = await asyncio.to_thread(load)
     say(machine_line(found["machine_at_end"]))
     return fine
 

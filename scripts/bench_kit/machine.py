@@ -6,11 +6,13 @@ import os
 import platform
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 NICE = -15
+BUSY_SHARE = 0.05  # of one core
 
 
 def machine() -> dict[str, Any]:
@@ -25,6 +27,36 @@ def machine() -> dict[str, Any]:
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def load(seconds: float = 1.0) -> dict[str, Any]:
+    """Cores, load averages, and what takes more than BUSY_SHARE of a core: figures of time mean little without it. Watches for
+    `seconds`."""
+    before = _ticks()
+    time.sleep(seconds)
+    per_core = os.sysconf("SC_CLK_TCK") * seconds
+    shares = {key: (ticks - before.get(key, ticks)) / per_core for key, ticks in _ticks().items()}
+    busy = [
+        f"{name} {share:.0%}" for (_, name), share in sorted(shares.items(), key=lambda item: -item[1]) if share > BUSY_SHARE
+    ]
+    return {"cores": len(os.sched_getaffinity(0)), "load": [round(value, 1) for value in os.getloadavg()], "busy": busy}
+
+
+def cpu_ticks(pid: int | str) -> tuple[str, int]:
+    """The name of a process, and the CPU ticks of all its threads so far. Raises OSError when it is gone."""
+    name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
+    fields = rest.split()
+    return name, int(fields[11]) + int(fields[12])
+
+
+def _ticks() -> dict[tuple[str, str], int]:
+    """By pid and name."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            name, ticks = cpu_ticks(path.name)
+            found[path.name, name] = ticks
+    return found
 
 
 def go_first() -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 from fleet_process import FleetProcess, free_port
 
 from bench_kit.client import Client, read_samples
+from bench_kit.machine import cpu_ticks
 from bench_kit.samples import by_label, by_name
 from jdisagg.serve.ready import Ready
 
@@ -73,8 +74,7 @@ class Server:
 
     def cpu_s(self) -> float:
         """CPU seconds of the process so far, all threads; what others do on its core shows least in these."""
-        after_name = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
+        return cpu_ticks(self.pid)[1] / os.sysconf("SC_CLK_TCK")
 
 
 class Servers:
