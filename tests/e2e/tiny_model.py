@@ -5,30 +5,22 @@ Weights are larger than usual so that greedy streams vary instead of repeating o
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import numpy as np
+from bench_kit.model import write_model
 from safetensors.numpy import save_file
 
-import jdisagg
+from jdisagg.models.resolve import read_config, resolve_model
 
-DEMO = Path(jdisagg.__file__).parent / "demo"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+SCALE = 0.35
 LAYERS, EMBED, HEADS, KV_HEADS, HEAD_DIM, MLP = 2, 64, 4, 4, 16, 96
 
 
-def make_tiny_model(directory: Path, *, seed: int = 0, max_model_len: int = 512, scale: float = 0.35) -> Path:
+def make_tiny_model(directory: Path, *, seed: int = 0, max_model_len: int = 512) -> Path:
     """Write the model into `directory` (created) and return it."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for name in TOKENIZER_FILES:
-        if (DEMO / name).exists():
-            shutil.copy(DEMO / name, directory / name)
-    demo = json.loads((DEMO / "config.json").read_text())
-    vocab = demo["vocab_size"]
-    config = {
-        **demo,
+    sizes = {
         "hidden_size": EMBED,
         "intermediate_size": MLP,
         "num_hidden_layers": LAYERS,
@@ -39,11 +31,12 @@ def make_tiny_model(directory: Path, *, seed: int = 0, max_model_len: int = 512,
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
     }
-    (directory / "config.json").write_text(json.dumps(config, indent=1))
-    rng = np.random.default_rng(seed)
+    write_model(directory, sizes)
+    shutil.copy(resolve_model("demo") / "generation_config.json", directory)
+    vocab, rng = read_config(directory)["vocab_size"], np.random.default_rng(seed)
 
     def weight(*shape: int) -> np.ndarray:
-        return (rng.standard_normal(shape) * scale).astype(np.float32)
+        return (rng.standard_normal(shape) * SCALE).astype(np.float32)
 
     tensors = {
         "model.embed_tokens.weight": weight(vocab, EMBED),
