@@ -19,6 +19,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from bench_kit.figures import spread
 from bench_kit.machine import machine, one_line
 from route_bench.loads import LOADS, Load
 from route_bench.workers import Simulation
@@ -88,10 +89,8 @@ def measure(load: Load, options: argparse.Namespace, run: int) -> dict[str, floa
 
 
 def _spread(runs: list[dict[str, float]], name: str) -> str:
-    figures = [run[name] for run in runs]
     digits = 2 if name in ("busy", "max/mean") else 1 if COLUMNS[name] == "%" else 0
-    low, high = (f"{figure:.{digits}f}" for figure in (min(figures), max(figures)))
-    return f"{statistics.median(figures):.{digits}f} [{low}-{high}]"
+    return spread([run[name] for run in runs], f".{digits}f")
 
 
 if __name__ == "__main__":

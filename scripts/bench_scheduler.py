@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench_kit.figures import quantile
+from bench_kit.figures import met, quantile
 from bench_kit.machine import machine, one_line
 from sched_bench import hf, nano, ours, pages
 from sched_bench.load import PAGE_SIZE, Load, Subject, Tick, drive
@@ -151,8 +151,7 @@ def verdict(load: Load, name: str, mid: dict[str, float]) -> str:
     """Whether the targets are met where they apply."""
     if name != OURS or load.churn or load.running < 32:
         return ""
-    met = mid["request"] <= TARGET_PER_REQUEST_US and (load.running != 256 or mid["p50"] <= TARGET_256_US)
-    return "met" if met else "missed"
+    return met(mid["request"] <= TARGET_PER_REQUEST_US and (load.running != 256 or mid["p50"] <= TARGET_256_US))
 
 
 def print_small(report: dict[str, Any]) -> None:

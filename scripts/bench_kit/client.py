@@ -11,6 +11,7 @@ from math import inf
 
 import grpc
 
+from bench_kit.figures import longest_gap
 from bench_kit.samples import samples
 from jdisagg.api.channels import open_blocking_channel
 from jdisagg.v1 import common_pb2, generation_pb2, generation_pb2_grpc
@@ -45,9 +46,7 @@ class TimedStream:
 
     def longest_wait_s(self, since_s: float) -> float:
         """For a token that came after `since_s`: from the one before it, or from the question."""
-        begin_s = max([self.sent_s, *(time_s for time_s in self.token_s if time_s <= since_s)])
-        later = [time_s for time_s in self.token_s if time_s > since_s]
-        return max((b - a for a, b in itertools.pairwise([begin_s, *later])), default=0.0)
+        return longest_gap([self.sent_s, *self.token_s], since_s)
 
 
 class Client:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 
@@ -11,12 +12,6 @@ import numpy as np
 def quantile(values: Sequence[float], share: float) -> float:
     """The value below which `share` of `values` lies, by linear interpolation; `values` is not empty."""
     return float(np.quantile(values, share))
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of them lie, by rank; nan when there is none."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else float("nan")
 
 
 def spread(values: Sequence[float], form: str, scale: float = 1.0) -> str:
@@ -38,6 +33,11 @@ def differences(left: Sequence[float], right: Sequence[float]) -> list[float]:
 def gaps(times_s: Sequence[float]) -> list[float]:
     """Seconds between neighbours."""
     return differences(times_s[1:], times_s[:-1])
+
+
+def longest_gap(times_s: Sequence[float], since_s: float) -> float:
+    """The longest between neighbours of which the later one came after `since_s`; 0 when there is none."""
+    return max((b - a for a, b in itertools.pairwise(times_s) if b > since_s), default=0.0)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

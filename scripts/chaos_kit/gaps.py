@@ -17,7 +17,7 @@ from enum import Enum
 from time import monotonic
 from typing import Any
 
-from bench_kit.figures import percentile
+from bench_kit.figures import quantile
 
 from chaos_kit.catalogue import Entry
 from chaos_kit.cell import Answers
@@ -74,7 +74,8 @@ class Figures:
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """p50, p99, max in ms and how many."""
-    found = {"p50": percentile(values, 0.5), "p99": percentile(values, 0.99), "max": max(values, default=float("nan"))}
+    shares = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+    found = {name: quantile(values, share) if values else float("nan") for name, share in shares.items()}
     return {name: round(value * 1e3, 1) for name, value in found.items()} | {"count": len(values)}
 
 

@@ -10,7 +10,7 @@ from time import monotonic
 
 import grpc
 import grpc.aio
-from bench_kit.figures import gaps
+from bench_kit.figures import gaps, longest_gap
 
 from chaos_kit.catalogue import Entry
 from chaos_kit.choice import Choice
@@ -95,9 +95,7 @@ class Stream:
 
     def gap_s(self, since_s: float) -> float:
         """The longest that its client waited for a token from `since_s` on: from the last token before, if there was one."""
-        before = [time_s for time_s in self.times_s if time_s <= since_s]
-        later = [time_s for time_s in self.times_s if time_s > since_s]
-        return max(gaps([*(before[-1:] or [since_s]), *later]), default=0.0)
+        return longest_gap([since_s, *self.times_s], since_s)
 
     def tokens_before_gap(self, since_s: float) -> int:
         """Arrivals before the longest wait that ended after `since_s`."""

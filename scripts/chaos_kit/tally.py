@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from bench_kit.figures import percentile
+from bench_kit.figures import quantile
 
 from chaos_kit.catalogue import Entry
 from chaos_kit.outcome import Choices, Fate, Outcome, flaws_in
@@ -82,7 +82,7 @@ class Tally:
 
     def latency_s(self, share: float) -> float:
         """Of what ended well; `share` 0.99 = p99."""
-        return percentile(self.latencies_s, share) if self.latencies_s else 0.0
+        return quantile(self.latencies_s, share) if self.latencies_s else 0.0
 
     def complaints(self) -> list[str]:
         """Everything about the clients' streams that makes this run a failure."""

@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from bench_kit.figures import percentile
 from chaos_kit.catalogue import Entry
 from chaos_kit.cell import Cell, Ending
 from chaos_kit.choice import Choice
@@ -49,11 +48,6 @@ def test_an_error_behind_wrong_tokens_is_wrong() -> None:
     assert stream(1.0, 2.0, error=LOST).became(RIGHT) == LOST
     assert stream(1.0, 2.0, error="ABORTED").became(replace(RIGHT, tokens=[5, 8, 9, 11, 13])) == "WRONG"
     assert stream(1.0, 2.0, 3.0, 4.0, 5.0).became(replace(RIGHT, finish="stop")) == "MISTOLD"
-
-
-def test_percentile_is_by_rank() -> None:
-    assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
-    assert percentile([1.0] * 99 + [9.0], 0.99) == 9.0
 
 
 def cell(victim: str = "D", blow: str = "kill -9", **fields: Any) -> Cell:
