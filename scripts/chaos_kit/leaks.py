@@ -45,6 +45,10 @@ class Held:
     sockets: int
     rss_bytes: int
 
+    def no_more_than(self, other: Held) -> bool:
+        """Memory aside."""
+        return all(getattr(self, name) <= getattr(other, name) for name in SLACK)
+
 
 def held_by(pid: int) -> Held:
     """Now, without the threads whose number grpc chooses by itself. Raises OSError when the process is gone."""

@@ -11,12 +11,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench_kit.samples import samples, total
-from chaos_kit.leaks import held_by, left_over
+from chaos_kit.leaks import Held, held_by, left_over
 from fleet_process import ROOT, FleetProcess
 
 from jdisagg.serve.environment import PARENT_VARIABLE
@@ -26,18 +25,6 @@ OURS = ("XLA_FLAGS", "NPROC", PARENT_VARIABLE)  # of tests: an operator has none
 READY_TIMEOUT_S = 150.0
 STOP_TIMEOUT_S = 60.0  # beyond --drain-s
 ENGINE_ANSWERS_S = 30.0
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What a process holds of the system."""
-
-    threads: int
-    descriptors: int
-    sockets: int
-
-    def __le__(self, other: Resources) -> bool:
-        return all(mine <= its for mine, its in zip(vars(self).values(), vars(other).values(), strict=True))
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -142,10 +129,9 @@ class ServerProcess:
         """What it still holds for somebody; empty when it is at rest."""
         return left_over(samples(self.get("/metrics")[1]), self.state())
 
-    def resources(self) -> Resources:
-        """Threads, descriptors and sockets of the process now, without the threads whose number grpc chooses itself."""
-        held = held_by(self.pid)
-        return Resources(held.threads, held.descriptors, held.sockets)
+    def held(self) -> Held:
+        """What the process holds of the system now."""
+        return held_by(self.pid)
 
     def state(self) -> dict[str, Any]:
         """GET /debug/state, again where an engine that waits for a core had not answered."""

@@ -12,12 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from chaos_kit.leaks import Held
 
 from tests.e2e.blows import assert_quiescent
 from tests.e2e.client import Asked, Got, run_all
 from tests.e2e.conftest import PATIENT, Start, starting
 from tests.e2e.overtaking import Story, read_story
-from tests.e2e.processes import Resources, ServerProcess, wait_until
+from tests.e2e.processes import ServerProcess, wait_until
 from tests.e2e.soak_load import Fate, Outcome, flood, make_catalogue
 
 SOAK_S = float(os.environ.get("JDISAGG_SOAK_S", "8"))
@@ -97,18 +98,18 @@ def soak(edge: ServerProcess, servers: list[ServerProcess], catalogue: list[Aske
         assert_at_rest(server)
         if len(servers) > 1:  # once D has lent KV to P, P keeps a connection to it, and a thread; D has the other end
             was = replace(was, threads=was.threads + 1, descriptors=was.descriptors + 1, sockets=was.sockets + 1)
-        wait_until(lambda s=server, w=was: s.resources() <= w, 30, f"{server.flags[1]}: no more than {was}", server.resources)
-        print(f"  {server.flags[1]}: {was} -> {server.resources()}; host time per step {host_time_text(server)}")
+        wait_until(lambda s=server, w=was: s.held().no_more_than(w), 30, f"{server.flags[1]}: no more than {was}", server.held)
+        print(f"  {server.flags[1]}: {was} -> {server.held()}; host time per step {host_time_text(server)}")
         print(f"  {server.state()['scheduler']['stats']}")
         assert server.metric("jdisagg_compiles_after_ready_total") == 0
     for outcome in outcomes:
         check_outcome(outcome, wanted[outcome.visit.entry])
 
 
-def assert_at_rest(server: ServerProcess) -> Resources:
+def assert_at_rest(server: ServerProcess) -> Held:
     """Nothing is held for anybody; returns what the process itself holds."""
     assert_quiescent(server)
-    return server.resources()
+    return server.held()
 
 
 def check_outcome(outcome: Outcome, wanted: Got) -> None:

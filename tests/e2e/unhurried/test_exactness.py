@@ -85,13 +85,13 @@ def assert_leaks_nothing(edge: ServerProcess, requests: list[Asked], *servers: S
         run_all(edge.grpc, requests)
     for server in servers:
         assert_quiescent(server)
-    before = [server.resources() for server in servers]
+    before = [server.held() for server in servers]
     for _ in range(3):
         run_all(edge.grpc, requests)
     for server, was in zip(servers, before, strict=True):
         assert_quiescent(server)
-        wait_until(lambda s=server, w=was: s.resources() <= w, 30, f"{server.flags[1]}: no more than {was}", server.resources)
-        print(f"\n{server.flags[1]}: {was} -> {server.resources()} after 3 x {len(requests)} requests")
+        wait_until(lambda s=server, w=was: s.held().no_more_than(w), 30, f"{server.flags[1]}: no more than {was}", server.held)
+        print(f"\n{server.flags[1]}: {was} -> {server.held()} after 3 x {len(requests)} requests")
 
 
 def test_nothing_compiles_after_ready(unified: ServerProcess, pair: Pair, reference: list[Got]) -> None:
