@@ -69,7 +69,7 @@ class Client:
         temperature: float = 0.0,
         seed: int = 0,
         cache_salt: str = "",
-        on_first_token: Callable[[], None] = lambda: None,
+        on_first_token: Callable[[], object] = lambda: None,
     ) -> TimedStream:
         """Greedy unless there is a temperature, to the end or until `seconds` after its first token.
 

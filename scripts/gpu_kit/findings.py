@@ -46,11 +46,10 @@ class Findings:
         self._found["facts"] |= values
         self._write()
 
-    def check(self, name: str, holds: bool, detail: str = "") -> bool:
-        """One that does not hold fails the section. Returns `holds`."""
+    def check(self, name: str, holds: bool, detail: str = "") -> None:
+        """One that does not hold fails the section."""
         self._found["checks"].append({"name": name, "holds": bool(holds), "detail": detail})
         self._write()
-        return holds
 
     def row(self, table: str, **cells: Any) -> None:
         """One line of a table."""
@@ -67,16 +66,14 @@ class Findings:
         self._found["left_out"][part] = why
         self._write()
 
-    def attempt(self, part: str, run: Callable[[], None]) -> bool:
-        """Run one part; when it raises, the section fails but goes on. Returns whether it ended well."""
+    def attempt(self, part: str, run: Callable[[], None]) -> None:
+        """Run one part; when it raises, the section fails but goes on."""
         try:
             run()
         except Skipped as reason:
             self.left_out(part, str(reason))
         except Exception as error:  # noqa: BLE001  # whatever it is, it is this part's result
             self.check(part, False, f"{type(error).__name__}: {str(error)[:800]}")
-            return False
-        return True
 
     def _write(self) -> None:
         new = self._path.with_suffix(".new")

@@ -8,11 +8,12 @@ import statistics
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from threading import Semaphore
 
 from bench_kit.servers import Server
 
 from gpu_kit.findings import Findings
-from gpu_kit.questions import Answers, FirstTokens, ask, compare, first_token_ms, kept_answers, killed_questions, questions
+from gpu_kit.questions import Answers, ask, compare, first_token_ms, kept_answers, killed_questions, questions
 from gpu_kit.servers import check_bits, check_compiles, end, engine_flags, servers
 from gpu_kit.setting import Setting
 
@@ -80,10 +81,11 @@ def _struck(setting: Setting, prefill: Server, decode: Server, answers: Answers 
     """P is killed with streams in every state: one half is asked for before, and computed for all that is known; for the other
     half P stands still, so that it surely dies with hand-offs under way."""
     asked = killed_questions(setting.scale)
-    half, begun = len(asked) // 2, FirstTokens(max(1, len(asked) // STRUCK_AFTER))
+    half, begun = len(asked) // 2, Semaphore(0)
     with ThreadPoolExecutor(2) as threads:
-        before = threads.submit(ask, decode.client, asked[:half], half, begun.count)
-        begun.reached.wait(setting.clock.left_s())
+        before = threads.submit(ask, decode.client, asked[:half], half, begun.release)
+        for _ in range(max(1, len(asked) // STRUCK_AFTER)):
+            begun.acquire(timeout=setting.clock.left_s())
         os.kill(prefill.pid, signal.SIGSTOP)
         struck_s = time.monotonic()
         known = decode.handoffs()

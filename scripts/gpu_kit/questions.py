@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -59,7 +58,7 @@ def ask(
     client: Client,
     asked: Sequence[Question],
     at_once: int,
-    on_first_token: Callable[[], None] = lambda: None,
+    on_first_token: Callable[[], object] = lambda: None,
     *,
     cache_salt: str = "",
 ) -> list[TimedStream]:
@@ -82,22 +81,6 @@ def first_token_ms(client: Client, scale: Scale) -> dict[str, list[float]]:
         str(length): [1e3 * client.run(prompts.next(length), 2).first_s for _ in range(scale.repeats)]
         for length in scale.ttft_prompts
     }
-
-
-class FirstTokens:
-    """Tells when so many streams have begun."""
-
-    def __init__(self, count: int) -> None:
-        self._left = count
-        self._lock = threading.Lock()
-        self.reached = threading.Event()
-
-    def count(self) -> None:
-        """One more; any thread."""
-        with self._lock:
-            self._left -= 1
-            if self._left <= 0:
-                self.reached.set()
 
 
 @dataclass(frozen=True, kw_only=True)

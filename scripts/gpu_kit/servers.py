@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 
 from bench_kit.servers import Server, Servers
 
@@ -17,14 +16,9 @@ DEAD_AFTER_S, PATIENT_S = 2.0, 20.0  # patient on a CPU that all processes share
 STEP_TIMEOUT_S = 60.0
 
 
-@contextmanager
-def servers(setting: Setting) -> Iterator[Servers]:
+def servers(setting: Setting) -> closing[Servers]:
     """Workers that end with the block."""
-    started = Servers(setting.log, setting.clock.left_s, "--step-timeout-s", str(STEP_TIMEOUT_S), "--drain-s", "2")
-    try:
-        yield started
-    finally:
-        started.close()
+    return closing(Servers(setting.log, setting.clock.left_s, "--step-timeout-s", str(STEP_TIMEOUT_S), "--drain-s", "2"))
 
 
 def engine_flags(setting: Setting, *, share: bool = True) -> tuple[str, ...]:
