@@ -54,7 +54,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--decode-flags", default="")
     parser.add_argument("--beside", type=Path, help="a checkout of another version: every second process is of that")
     parser.add_argument("--faults", default=",".join(ALL), help="comma-separated; default: all of %(default)s")
-    parser.add_argument("--intensity", type=float, default=1.0, help="times as many of the faults that workers make")
     parser.add_argument("--catalogue", type=int, default=60, help="different questions")
     parser.add_argument("--transformers", type=int, default=50, help="greedy answers that transformers judges, if installed")
     parser.add_argument("--at-once", type=int, default=12, help="requests in flight")
@@ -104,7 +103,6 @@ async def run(arguments: argparse.Namespace, directory: Path) -> list[Verdict]:
         transformers=arguments.transformers,
         at_once=arguments.at_once,
         injections=frozenset(arguments.inject),
-        intensity=arguments.intensity,
     )
     rounds = arguments.rounds or max(1, arguments.requests // REQUESTS_PER_ROUND)
     session, verdicts = Session(options, directory, say), []

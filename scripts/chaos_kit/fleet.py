@@ -36,7 +36,7 @@ _TRACEBACK_SHOWN = 400  # characters
 
 @dataclass(frozen=True, kw_only=True)
 class FleetPlan:
-    """What to start. `*_drill`: JDISAGG_TEST_FAULTS of the workers and of the routers, without their seeds."""
+    """What to start."""
 
     model: str
     num_prefill: int = 2
@@ -45,8 +45,6 @@ class FleetPlan:
     numerics: str = "exact"
     local_prefill: str = "on-failure"
     transfer_backend: str = "grpc"  # what travels through shared memory passes no forwarder
-    worker_drill: str = ""
-    router_drill: str = ""
     seed: int = 0
     sizes: tuple[str, ...] = SIZES
     prefill_flags: tuple[str, ...] = ()  # win over those before
@@ -70,6 +68,7 @@ class Fleet:
 
     def __init__(self, plan: FleetPlan, directory: Path, http: httpx.AsyncClient) -> None:
         self.plan = plan
+        self.worker_drill = self.router_drill = ""  # JDISAGG_TEST_FAULTS of what is started from now on, without seeds
         self.routers: list[Member] = []
         self.prefill: list[Member] = []
         self.decode: list[Member] = []
@@ -134,7 +133,7 @@ class Fleet:
 
     def launch(self, member: Member) -> None:
         """Start a process for `member` with its share of the drill."""
-        drill = self.plan.router_drill if member.proxy is None else self.plan.worker_drill
+        drill = self.router_drill if member.proxy is None else self.worker_drill
         faults = f"{drill},seed:{self._seeds.randrange(2**20)}" if drill else ""
         env = {"JDISAGG_TEST_HOOKS": "1", "JDISAGG_TEST_FAULTS": faults}
         turn = int(member.name[1:]) + member.incarnation  # so each place in the fleet changes with every restart

@@ -43,7 +43,6 @@ class Options:
     transformers: int = 0  # entries that transformers judges, too
     at_once: int = 12
     injections: frozenset[str] = frozenset()
-    intensity: float = 1.0  # of the faults that workers make
 
 
 class Session:
@@ -114,7 +113,7 @@ class Session:
         worker, router = self._drills()
         if not (worker or router):
             return
-        self.fleet.plan = replace(self.fleet.plan, worker_drill=worker, router_drill=router)
+        self.fleet.worker_drill, self.fleet.router_drill = worker, router
         armed = [*self.fleet.workers, *(self.fleet.routers if router else ())]
         await asyncio.gather(*(self.fleet.restart(member, drains=True) for member in armed))
         await self.fleet.until_whole(60.0)
@@ -122,7 +121,7 @@ class Session:
     def _drills(self) -> tuple[str, str]:
         """What the environment asks of workers and of routers. A safeguard that is off gets enough to let through."""
         faults, injections = self.options.faults, self.options.injections
-        worker = {kind: min(1.0, rate * self.options.intensity) for kind, rate in IN_WORKERS.items() if kind in faults}
+        worker = {kind: rate for kind, rate in IN_WORKERS.items() if kind in faults}
         router = {kind: rate for kind, rate in IN_ROUTERS.items() if kind in faults}
         if "checksums-off" in injections:
             worker["scramble"] = SCRAMBLED_SHARE

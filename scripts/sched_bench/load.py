@@ -11,7 +11,7 @@ from typing import Protocol
 PAGE_SIZE = 16  # tokens
 TOKEN_BUDGET = 2048  # tokens per step
 MAX_FILL_TICKS = 5000
-WARM_TICKS = 32
+WARM_TICKS, TICKS = 32, 256
 STEADY_OUTPUT = 2000  # tokens; nobody ends while a steady load is measured
 
 
@@ -22,7 +22,6 @@ class Load:
     running: int
     waiting: int = 0
     churn: bool = False
-    ticks: int = 256
 
     @property
     def name(self) -> str:
@@ -32,7 +31,7 @@ class Load:
     @property
     def num_pages(self) -> int:
         """A pool in which memory is never short: longest sequences, finished ones that stay cached, and a fifth more."""
-        longest = 96 if self.churn else WARM_TICKS + self.ticks + MAX_FILL_TICKS * self.running // 10_000
+        longest = 96 if self.churn else WARM_TICKS + TICKS + MAX_FILL_TICKS * self.running // 10_000
         pages = -(-(128 + longest) // PAGE_SIZE) + 1
         return max(int(1.25 * self.running * pages), (128 + STEADY_OUTPUT) // PAGE_SIZE) + 64
 
@@ -96,7 +95,7 @@ def drive(make: Callable[[Load], Subject], load: Load) -> list[Tick]:
                 raise RuntimeError(f"{load.name}: {tick.decode_rows} rows decode after {fill} steps, wanted {load.running}")
         number = _replace(subject, load, number, tick.ended)
         ticks = []
-        for i in range(WARM_TICKS + load.ticks):
+        for i in range(WARM_TICKS + TICKS):
             tick = subject.tick()
             number = _replace(subject, load, number, tick.ended)
             if i >= WARM_TICKS:

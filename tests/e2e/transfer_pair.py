@@ -138,11 +138,11 @@ class TransferPair:
         array = values(seed, tokens, self._form["features"], self._form["dtype"])
         return digest(array.astype(dtype) if dtype else array)
 
-    def moves(self, seed: int = 7, tokens: int = CHUNK) -> None:
+    def moves(self) -> None:
         """A piece goes through."""
-        key = f"alive-{seed}-{time.monotonic()}"
-        got = self.fetched(self.published(key, seed, tokens))
-        assert got.get("digest") == self.digest(seed, tokens), got
+        key, seed = f"alive-{time.monotonic()}", 7
+        got = self.fetched(self.published(key, seed))
+        assert got.get("digest") == self.digest(seed), got
         self.producer.ask("discard", keys=[key])
 
     def close(self) -> None:
