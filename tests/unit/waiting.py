@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 
 def until(condition: Callable[[], object], what: str = "it takes too long", limit_s: float = 60.0) -> None:
-    """Look again and again; AssertionError, with `what`, when it does not come true."""
-    end_s = time.monotonic() + limit_s
+    """Look again and again, and once more when the time is over: this process may have stood still. AssertionError, with
+    `what`, when it does not come true."""
+    end_s, is_over = time.monotonic() + limit_s, False
     while not condition():
-        assert time.monotonic() < end_s, what
+        assert not is_over, what
         time.sleep(0.005)
+        is_over = time.monotonic() > end_s

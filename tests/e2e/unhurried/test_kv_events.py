@@ -32,10 +32,12 @@ def run(body: Coroutine[Any, Any, None]) -> None:
 
 
 async def until(condition: Callable[[], object], what: str, limit_s: float = 30.0) -> None:
-    deadline_s = time.monotonic() + limit_s
+    """As `wait_until`, on an event loop."""
+    deadline_s, is_over = time.monotonic() + limit_s, False
     while not condition():
-        assert time.monotonic() < deadline_s, f"not within {limit_s} s: {what}"
+        assert not is_over, f"not within {limit_s} s: {what}"
         await asyncio.sleep(0.02)
+        is_over = time.monotonic() > deadline_s
 
 
 async def cache_of(server: ServerProcess) -> tuple[int, str]:

@@ -67,11 +67,12 @@ async def until(
     what: Callable[[], str] = lambda: "condition did not come true in time",
 ) -> float:
     """Wait until `condition()` is true; returns the seconds it took, of which no turn of the loop counts for more than
-    LONGEST_TURN_S: a machine that stands still for seconds is nobody's slowness."""
-    began_s, took_s = monotonic(), 0.0
+    LONGEST_TURN_S: a machine that stands still for seconds is nobody's slowness. Looks once more when the time is over."""
+    began_s, took_s, is_over = monotonic(), 0.0, False
     while not condition():
-        assert monotonic() - began_s < limit_s, what()
+        assert not is_over, what()
         took_s += await pause(0.005)
+        is_over = monotonic() - began_s > limit_s
     return took_s
 
 
