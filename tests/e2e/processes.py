@@ -110,11 +110,10 @@ class ServerProcess:
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
-    def post(self, path: str, body: dict[str, Any], timeout_s: float = 60.0) -> tuple[int, dict[str, Any]]:
-        """HTTP POST of JSON: (status, decoded body)."""
-        request = urllib.request.Request(
-            self.http + path, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
-        )
+    def post(self, path: str, body: dict[str, Any] | bytes, timeout_s: float = 60.0) -> tuple[int, dict[str, Any]]:
+        """HTTP POST of JSON, or of what should be some: (status, decoded body)."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(self.http + path, data=data, headers={"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as response:
                 return response.status, json.loads(response.read())

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -33,15 +31,6 @@ def table() -> Iterator[Table]:
 
 
 # --- requests: the right status at once, and the server goes on
-
-
-def post(server: ServerProcess, path: str, body: bytes) -> tuple[int, str]:
-    request = urllib.request.Request(server.http + path, data=body, headers={"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return response.status, response.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
 
 
 def at_once(ask: Callable[[], T]) -> tuple[T, float]:
@@ -108,8 +97,8 @@ def test_bad_requests_are_answered_at_once(name: str, unified: ServerProcess, pa
     server = unified if name == "unified" else pair.decode
     assert_serves(server)
     for case, (path, body, status, words) in REQUESTS.items():
-        (got_status, text), took_s = at_once(lambda path=path, body=body: post(server, path, body))
-        error = json.loads(text)["error"]
+        (got_status, answer), took_s = at_once(lambda path=path, body=body: server.post(path, body))
+        error = answer["error"]
         table.add(f"{name}: {case}", got_status, took_s, error["message"])
         assert (case, got_status) == (case, status)
         for word in words:

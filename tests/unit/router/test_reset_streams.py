@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from time import monotonic
 
+from chaos_kit.proxy import Proxy
+
 from jdisagg.core.requests import Output
 from jdisagg.router import workers
-from scripts.chaos_kit.proxy import Proxy
 from tests.unit.router.fakes import FakeWorker, Router, expected
 from tests.unit.router.rig import ask, collect, stop, tokens
 from tests.unit.wire.rig import RUN_LIMIT_S, run_quiet, until

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from chaos_kit.proxy import Proxy
 
 from jdisagg.api.worker.client import CLOSED, SILENT
 from jdisagg.core.errors import Deadly, HandoffLost
 from jdisagg.router.entry import Entry
 from jdisagg.router.setbacks import Lost, Setbacks
 from jdisagg.router.worker_news import EVICTED
-from scripts.chaos_kit.proxy import Proxy
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.rig import ask, stop
 from tests.unit.router.test_late_registrations import MEMBER
