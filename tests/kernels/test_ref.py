@@ -7,24 +7,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from gpu_kit.paged_rows import LAYER, PagedRows, Shapes
 
 from pallas_kernels import ref
 from pallas_kernels.rows import Rows
 
-L, P, K, S, D, H = 2, 24, 2, 4, 8, 6
-
-
-def oracle(q, keys, values, positions, *, scale, window):
-    """Dense attention in float64; keys, values [J, K, D] of one sequence, q [t, H, D] at `positions`."""
-    out = np.zeros(q.shape)
-    for row, position in enumerate(positions):
-        first = 0 if window is None else max(0, position - window + 1)
-        for head in range(q.shape[1]):
-            kv_head = head // (q.shape[1] // keys.shape[1])
-            scores = keys[first : position + 1, kv_head] @ q[row, head] * scale
-            weights = np.exp(scores - scores.max())
-            out[row, head] = weights / weights.sum() @ values[first : position + 1, kv_head]
-    return out
+L, P, K, S, D, H = 2, 24, 2, 4, 8, 6  # K, S, D, H are those of `Shapes()`
 
 
 def stored(array):
@@ -32,26 +20,13 @@ def stored(array):
     return array.view(np.uint16) if array.dtype.itemsize == 2 else array
 
 
-class Paged:
-    """Sequences of random KV on shuffled pages of a pool that is NaN elsewhere."""
-
-    def __init__(self, lengths, *, heads_major, dtype, seed=0, layer=1, bits=True):
-        rng = np.random.default_rng(seed)
-        self.width = max(-(-n // S) for n in lengths) + 2
-        pool = np.full((L, P, S, K, 2 * D), np.nan)
-        free = list(rng.permutation(np.arange(1, P)))
-        self.tables = np.zeros((len(lengths), self.width), np.int32)
-        self.rows = []
-        for number, length in enumerate(lengths):
-            rows = rng.normal(size=(length, K, 2 * D)).astype(dtype).astype(np.float64)
-            self.rows.append(rows)
-            for page_index in range(-(-length // S)):
-                page = free.pop()
-                self.tables[number, page_index] = page
-                part = rows[page_index * S : (page_index + 1) * S]
-                pool[layer, page, : len(part)] = part
-        pool = (pool.swapaxes(2, 3) if heads_major else pool).astype(dtype)
-        self.kv = jnp.asarray(stored(pool) if bits else pool)
+def tiled(paged, tile):
+    """Queries with each row's in a tile of its own, their positions, and which of them are any: the others are at 0."""
+    starts, counts, lengths = (field[:, None] for field in (paged.rows.starts, paged.rows.counts, paged.rows.lengths))
+    lanes = np.arange(tile, dtype=np.int32)
+    real = lanes < counts
+    q = paged.q[np.where(real, starts + lanes, 0)].reshape(-1, H, D)
+    return q, np.where(real, lengths - counts + lanes, 0).reshape(-1), real.reshape(-1)
 
 
 @pytest.mark.kernels
@@ -60,24 +35,15 @@ class Paged:
 @pytest.mark.parametrize(("tile", "dtype"), [(1, np.float32), (4, np.float32), (4, ml_dtypes.bfloat16)])
 @pytest.mark.parametrize("block_tokens", [2, 8, 128])  # of pages of 4
 def test_attention_equals_dense_attention_and_ignores_nan(heads_major, window, tile, dtype, block_tokens):
-    lengths = [17, 3, 9]
-    paged = Paged(lengths, heads_major=heads_major, dtype=dtype)
-    rng = np.random.default_rng(1)
-    q = rng.normal(size=(len(lengths) * tile, H, D)).astype(dtype)
-    positions = np.zeros((len(lengths), tile), np.int32)
-    num_real = [min(tile, length) for length in lengths]
-    for number, length in enumerate(lengths):  # the sequence's last tokens, padded with position 0
-        positions[number, : num_real[number]] = np.arange(length - num_real[number], length)
+    rows = [(min(tile, length), length) for length in (17, 3, 9)]
+    paged = PagedRows(rows, Shapes(), dtype, heads_major=heads_major)
+    q, positions, real = tiled(paged, tile)
     kernel = jax.jit(
         partial(ref.attend, scale=0.3, window=window, heads_major=heads_major, dtype=dtype, block_tokens=block_tokens)
     )
-    out = np.asarray(kernel(q, paged.kv, np.int32(1), paged.tables, positions.reshape(-1)), np.float64)
-    out = out.reshape(len(lengths), tile, H, D)
-    wanted_q = q.astype(np.float64).reshape(out.shape)
-    for number, real in enumerate(num_real):
-        keys, values = paged.rows[number][..., :D], paged.rows[number][..., D:]
-        wanted = oracle(wanted_q[number, :real], keys, values, positions[number, :real], scale=0.3, window=window)
-        np.testing.assert_allclose(out[number, :real], wanted, atol=2e-5 if dtype == np.float32 else 3e-2)
+    out = np.asarray(kernel(q, stored(paged.kv), np.int32(LAYER), paged.tables, positions), np.float64)
+    atol = 2e-5 if dtype == np.float32 else 3e-2
+    np.testing.assert_allclose(out[real], paged.wanted(scale=0.3, window=window), atol=atol)
 
 
 @pytest.mark.kernels
@@ -142,43 +108,22 @@ def test_write_stores_the_rows_and_nothing_else(heads_major, dtype):
     np.testing.assert_array_equal(got.swapaxes(2, 3) if heads_major else got, wanted)
 
 
-class Quantised(Paged):
-    """The same with int8 pages; scales that nobody owns are NaN, and `rows` are what the integers mean."""
-
-    def __init__(self, lengths, *, heads_major):
-        super().__init__(lengths, heads_major=heads_major, dtype=np.float32)
-        scales = np.full((L, P, S, K, 2), np.nan, np.float32)
-        data = np.full((L, P, S, K, 2 * D), 77, np.int8)
-        rng = np.random.default_rng(5)
-        for number, rows in enumerate(self.rows):
-            at = np.arange(len(rows))
-            pages = self.tables[number][at // S]
-            data[1, pages, at % S] = rng.integers(-127, 128, (len(rows), K, 2 * D))
-            scales[1, pages, at % S] = rng.uniform(0.001, 0.02, (len(rows), K, 2))
-            halves = data[1, pages, at % S].reshape(len(rows), K, 2, D).astype(np.float64)
-            self.rows[number] = (halves * scales[1, pages, at % S][..., None]).reshape(len(rows), K, 2 * D)
-        self.kv, self.scales = (x.swapaxes(2, 3) if heads_major else x for x in (data, scales))
-
-
 @pytest.mark.kernels
 @pytest.mark.parametrize("heads_major", [True, False])
 @pytest.mark.parametrize(("window", "tile"), [(None, 1), (5, 4)])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("block_tokens", [2, 8])
 def test_attention_over_int8_equals_dense_attention_over_what_it_means(heads_major, window, tile, dtype, block_tokens):
-    lengths = [17, 4, 9]
-    paged = Quantised(lengths, heads_major=heads_major)
-    q = np.random.default_rng(1).normal(size=(len(lengths), tile, H, D)).astype(dtype)
-    positions = np.stack([np.arange(length - tile, length) for length in lengths]).astype(np.int32)
+    rows = [(tile, length) for length in (17, 4, 9)]
+    paged = PagedRows(rows, Shapes(), np.int8, heads_major=heads_major, query_dtype=dtype)
+    q, positions, real = tiled(paged, tile)
     kernel = jax.jit(
         partial(ref.attend, scale=0.3, window=window, heads_major=heads_major, dtype=dtype, block_tokens=block_tokens)
     )
-    flat = q.reshape(-1, H, D)
-    out = kernel(flat, paged.kv, np.int32(1), paged.tables, positions.reshape(-1), scales=paged.scales)
-    out = np.asarray(out, np.float64).reshape(q.shape)
-    for number, rows in enumerate(paged.rows):
-        wanted = oracle(q[number].astype(np.float64), rows[..., :D], rows[..., D:], positions[number], scale=0.3, window=window)
-        np.testing.assert_allclose(out[number], wanted, atol=2e-5 if dtype == np.float32 else 3e-2)
+    out = np.asarray(kernel(q, paged.kv, np.int32(LAYER), paged.tables, positions, scales=paged.scales), np.float64)
+    assert real.all()
+    atol = 2e-5 if dtype == np.float32 else 3e-2
+    np.testing.assert_allclose(out, paged.wanted(scale=0.3, window=window), atol=atol)
 
 
 @pytest.mark.kernels
@@ -210,13 +155,14 @@ def test_attention_over_int8_makes_no_copy_of_the_cache(heads_major):
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_a_row_has_the_same_bits_beside_longer_neighbours_and_in_wider_tables(dtype):
-    alone = Paged([9, 9, 9], heads_major=True, dtype=dtype, seed=3)
+    alone = PagedRows([(1, 9)] * 3, Shapes(), dtype, seed=3)
+    kv = stored(alone.kv)
     q = np.random.default_rng(4).normal(size=(3, H, D)).astype(dtype)
     kernel = jax.jit(partial(ref.attend, scale=0.3, window=None, heads_major=True, dtype=dtype, block_tokens=8))
-    short = kernel(q, alone.kv, np.int32(1), alone.tables, np.array([8, 8, 8], np.int32))
-    tables = np.pad(alone.tables, ((0, 0), (0, 8)))
+    short = kernel(q, kv, np.int32(LAYER), alone.tables, np.array([8, 8, 8], np.int32))
+    tables = np.pad(alone.tables, ((0, 0), (0, 10)))
     tables[1:] = 1 + np.arange(tables.shape[1])  # junk neighbours whose last block is far behind row 0's
-    long = kernel(q, alone.kv, np.int32(1), tables, np.array([8, 45, 30], np.int32))
+    long = kernel(q, kv, np.int32(LAYER), tables, np.array([8, 45, 30], np.int32))
     np.testing.assert_array_equal(np.asarray(short[0]).view(np.uint8), np.asarray(long[0]).view(np.uint8))
 
 
@@ -227,10 +173,10 @@ def test_a_row_has_the_same_bits_beside_longer_neighbours_and_in_wider_tables(dt
 def test_joined_tiles_give_what_single_ones_do(heads_major, dtype, counts, monkeypatch):
     tile, num_tiles = 4, 8
     monkeypatch.setattr(ref, "WIDE_TILE", 16)
-    lengths = [count + 3 for count in counts]  # chunks behind 3 tokens that are there already
-    paged = Paged(lengths, heads_major=heads_major, dtype=dtype)
+    chunks = [(count, count + 3) for count in counts]  # behind 3 tokens that are there already
+    paged = PagedRows(chunks, Shapes(), dtype, heads_major=heads_major)
     q = np.random.default_rng(2).normal(size=(num_tiles * tile, H, D)).astype(dtype)
-    positions, tables = np.zeros(num_tiles * tile, np.int32), np.zeros((num_tiles, paged.width), np.int32)
+    positions, tables = np.zeros(num_tiles * tile, np.int32), np.zeros((num_tiles, paged.tables.shape[1]), np.int32)
     starts, rows = np.arange(num_tiles, dtype=np.int32) * tile, np.zeros(num_tiles, np.int32)
     real, at = np.zeros(num_tiles * tile, bool), 0
     for number, count in enumerate(counts):
@@ -238,11 +184,10 @@ def test_joined_tiles_give_what_single_ones_do(heads_major, dtype, counts, monke
         positions[at : at + count], real[at : at + count] = np.arange(3, 3 + count), True
         tables[owned], rows[owned.start] = paged.tables[number], count
         at = owned.stop * tile
-    null = np.isnan(np.asarray(paged.kv[:, 0], np.float32)) if paged.kv.dtype != np.uint16 else paged.kv[:, 0] > 0
-    kv = paged.kv.at[:, 0].set(jnp.where(null, 0, paged.kv[:, 0]))  # padding attends to the null page: finite in a pool
+    kv = stored(paged.kv.at[:, 0].set(0))  # padding attends to the null page: finite in a pool
     options = {"scale": 0.3, "window": None, "heads_major": heads_major, "dtype": dtype}
-    single = jax.jit(partial(ref.attend, **options))(q, kv, np.int32(1), tables, positions)
-    joined = jax.jit(partial(ref.attend_tiles, **options))(q, kv, np.int32(1), tables, positions, Rows(starts, rows, rows))
+    single = jax.jit(partial(ref.attend, **options))(q, kv, np.int32(LAYER), tables, positions)
+    joined = jax.jit(partial(ref.attend_tiles, **options))(q, kv, np.int32(LAYER), tables, positions, Rows(starts, rows, rows))
     atol = 2e-5 if dtype == np.float32 else 3e-2
     got, wanted = np.asarray(joined, np.float64)[real], np.asarray(single, np.float64)[real]
     np.testing.assert_allclose(got, wanted, atol=atol)
@@ -252,12 +197,12 @@ def test_joined_tiles_give_what_single_ones_do(heads_major, dtype, counts, monke
 @pytest.mark.parametrize(("counts", "joined"), [({0: 32}, True), ({0: 16, 16: 9}, True), ({0: 20, 20: 9}, False)])
 def test_tiles_are_joined_when_no_row_begins_within_a_joined_one(counts, joined, monkeypatch):
     monkeypatch.setattr(ref, "WIDE_TILE", 16)
-    paged = Paged([32], heads_major=True, dtype=np.float32)
+    paged = PagedRows([(1, 32)], Shapes(), np.float32)
     tables = np.tile(paged.tables[0], (8, 1))
     tables[1::4] = 0  # a second tile's table is read only when tiles are not joined, and leads to NaN
     starts, rows = np.arange(8, dtype=np.int32) * 4, np.zeros(8, np.int32)
     for start, count in counts.items():
         rows[start // 4] = count
     kernel = jax.jit(partial(ref.attend_tiles, scale=0.3, window=None, heads_major=True, dtype=np.float32))
-    out = kernel(np.ones((32, H, D), np.float32), paged.kv, np.int32(1), tables, np.arange(32), Rows(starts, rows, rows))
+    out = kernel(np.ones((32, H, D), np.float32), paged.kv, np.int32(LAYER), tables, np.arange(32), Rows(starts, rows, rows))
     assert bool(np.isfinite(np.asarray(out)).all()) == joined
