@@ -13,7 +13,7 @@ from typing import Any
 from jdisagg.core.errors import Cancelled, RequestError
 from jdisagg.core.phases import Phase, Phases
 from jdisagg.core.requests import EngineRequest, FinishReason, Output
-from jdisagg.core.told import first_of
+from jdisagg.core.told import few_of
 from jdisagg.sched.explain import Cause, Wait
 from jdisagg.sched.log import LoggedScheduler
 from jdisagg.sched.plan import Plan
@@ -267,7 +267,7 @@ class Biography:
     def _by_whom(self, wait: _Wait) -> str:
         cause = wait.latest.cause
         names = self._freed_slots if cause is Cause.SLOT else self._freed_pages if cause in _FOR_PAGES else []
-        return f", freed when {first_of(list(dict.fromkeys(names)), ', ')}" if names else ""
+        return f", freed when {few_of(list(dict.fromkeys(names)), ', ')}" if names else ""
 
     def _freed(self) -> tuple[list[str], list[str]]:
         """Others that gave pages, or their slot, back in this call."""

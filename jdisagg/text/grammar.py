@@ -65,7 +65,7 @@ _LIMITS = {
     GrammarKind.LARK: _limits(500),  # 20 ms, or as above, which 2,000 make 250
 }
 
-_DEFAULTS: dict[str, Any] = {  # unless the "x-guidance" of a schema says otherwise
+_DEFAULTS: Any = {  # unless the "x-guidance" of a schema says otherwise
     "whitespace_pattern": r"[ \n\r\t]{1,80}",  # in a row: a deep structure's lines have as many, and no model fills its answer
     "coerce_one_of": True,  # a `oneOf` whose branches may overlap is read as `anyOf`
 }

@@ -51,7 +51,8 @@ class PagedRows:
         self.quantised = np.dtype(dtype) == np.int8
         counts = np.array([queries for queries, _ in rows], np.int32)
         starts = np.cumsum(counts + gap, dtype=np.int32) - counts
-        self.rows = Rows(starts, counts, np.array([tokens for _, tokens in rows], np.int32))
+        at_host: Any = (starts, counts, np.array([tokens for _, tokens in rows], np.int32))
+        self.rows = Rows(*at_host)
         query_dtype = query_dtype or (np.float32 if self.quantised else dtype)
         self.q = rng.normal(size=(int(starts[-1] + counts[-1]) + gap, s.heads, s.dim)).astype(query_dtype)
         width = max(-(-tokens // s.page_size) for _, tokens in rows)  # the longest row fills its table

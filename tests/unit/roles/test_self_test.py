@@ -49,6 +49,7 @@ def test_a_self_test_that_fails_ends_a_start_in_one_line_and_for_good_where_the_
     assert refused.value.exit_status == status
 
 
-def test_a_self_test_that_passes_says_nothing() -> None:
+def test_a_self_test_that_passes_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     done = Output(request_id="self-test", token_ids=(5,), finish=FinishReason.LENGTH)
     self_test.self_test(cast(EngineThread, cast(Any, Engine(done))))
+    assert not caplog.messages

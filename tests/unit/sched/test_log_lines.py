@@ -221,7 +221,8 @@ def test_a_poll_that_takes_pins_away_is_written(tmp_path: Path) -> None:
 
 def test_without_a_file_nothing_is_encoded() -> None:
     scheduler = make_scheduler(SchedulerConfig(), role=Role.UNIFIED, **SIZES)
-    scheduler.cancel(object())  # type: ignore[arg-type] # no log line could hold it
+    no_id: Any = object()  # no log line could hold it
+    assert scheduler.fail(no_id, HandoffLost("gone")) is None
 
 
 def test_where_no_directory_can_be_written_to_a_scheduler_does_without(
