@@ -19,7 +19,6 @@ from chaos_kit.choice import Choice
 from chaos_kit.client import HANG, TOO_LATE, TRANSPORT, Clients
 from chaos_kit.cuts import Cut
 from chaos_kit.host_fleet import HostFleet
-from chaos_kit.leaks import at_rest
 from chaos_kit.network import Network
 from chaos_kit.outcome import Choices, Fate, Outcome, Visit, flaws_in
 
@@ -27,6 +26,7 @@ LIMIT_S = 60.0  # of one answer; later is a hang
 AT_ONCE = 6  # while answers are computed that nothing disturbs
 BEFORE_S, BEFORE_SHARE = 1.0, 0.4  # of the streams begin so long before the cut: they are to be hit, not only late
 WHOLE_S = 60.0  # D asks a P whose KV did not come last, for half a minute
+AT_REST_S = 15.0
 UNNAMED = (HANG, TOO_LATE, TRANSPORT)  # errors that no server said
 
 
@@ -147,7 +147,7 @@ class HostDrill:
 
     async def at_rest(self) -> None:
         """Wait until nobody holds anything for a request, and note what is held for too long."""
-        self.left = "; ".join(await at_rest(self.fleet.members))
+        self.left = await self.fleet.until_at_rest(AT_REST_S)
 
     async def _broken(self, cut: Cut, hold_s: float) -> None:
         until_s = monotonic() + hold_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
@@ -14,6 +15,7 @@ import httpx
 from chaos_kit.catalogue import LOWEST_TOKEN, VOCAB
 from chaos_kit.cuts import DECODE, HOSTS, PREFILL
 from chaos_kit.fleet import FleetPlan
+from chaos_kit.leaks import GAUGES
 from chaos_kit.member import Member, kill_all
 from chaos_kit.network import Network
 
@@ -22,6 +24,7 @@ PAGES = 400
 PROBES, PROBE_TOKENS, PROBE_TIMEOUT_S = 4, 48, 10.0
 START_S = 30.0  # from READY to whole
 RUNGS = ("jdisagg_recoveries_total", "jdisagg_prefill_hedges_total", "jdisagg_transfer_failures_total")
+HELD = ("jdisagg_requests{", *GAUGES)
 
 
 class HostFleet:
@@ -45,20 +48,15 @@ class HostFleet:
             self._members[name] = member
 
     @property
-    def members(self) -> list[Member]:
-        """Everybody."""
-        return list(self._members.values())
-
-    @property
     def router(self) -> Member:
         """The one that clients ask."""
         return self._members["r"]
 
     async def start(self) -> None:
         """Until all are READY, and known to each other. Raises RuntimeError."""
-        for member in self.members:
+        for member in self._members.values():
             member.start({})
-        await asyncio.gather(*(member.wait_ready() for member in self.members))
+        await asyncio.gather(*(member.wait_ready() for member in self._members.values()))
         missing = await self.until_whole(START_S)
         if missing:
             raise RuntimeError(f"not whole: {missing}")
@@ -66,25 +64,21 @@ class HostFleet:
     async def until_whole(self, timeout_s: float) -> str:
         """Until the router has every worker and each D has prompts computed by each P; what is still missing after that time,
         else empty."""
-        until_s = monotonic() + timeout_s
-        while True:
-            try:
-                found = await self._missing()
-            except httpx.HTTPError as error:
-                found = repr(error)
-            if not found or monotonic() > until_s:
-                return found
-            await asyncio.sleep(0.1)
+        return await _until_empty(self._missing, timeout_s)
+
+    async def until_at_rest(self, timeout_s: float) -> str:
+        """Until nobody holds anything for a request; what is still held after that time, else empty."""
+        return await _until_empty(self._held, timeout_s)
 
     def ended(self) -> dict[str, str]:
         """Who has ended, with the end of its log. Nobody should."""
-        gone = [member for member in self.members if member.gone]
+        gone = [member for member in self._members.values() if member.gone]
         return {member.name: member.log.read_text(errors="replace")[-2000:] for member in gone}
 
     async def rungs(self) -> Counter[str]:
         """What was done to survive failures, since the start, by those that can be reached now."""
         found: Counter[str] = Counter()
-        for member in self.members:
+        for member in self._members.values():
             with suppress(httpx.HTTPError):
                 for name, value in (await member.metrics()).items():
                     if name.startswith(RUNGS):
@@ -99,7 +93,7 @@ class HostFleet:
 
     async def close(self) -> None:
         """Kill all of them."""
-        await kill_all(self.members)
+        await kill_all(self._members.values())
 
     async def _missing(self) -> str:
         counts = await self.router.metrics()
@@ -122,6 +116,25 @@ class HostFleet:
         )
         workers = " ".join(answer.json().get("jdisagg", {}).get("prefill_worker", "") for answer in answers)
         return {name for name in PREFILL if f"{self._members[name].grpc}" in workers.split()}
+
+    async def _held(self) -> str:
+        held: list[str] = []
+        for member in self._members.values():
+            found = await member.metrics()
+            held += [f"{member.name}: {name} {value:g}" for name, value in found.items() if name.startswith(HELD) and value]
+        return "; ".join(held)
+
+
+async def _until_empty(look: Callable[[], Awaitable[str]], timeout_s: float) -> str:
+    until_s = monotonic() + timeout_s
+    while True:
+        try:
+            found = await look()
+        except httpx.HTTPError as error:
+            found = repr(error)
+        if not found or monotonic() > until_s:
+            return found
+        await asyncio.sleep(0.1)
 
 
 def _label(sample: str) -> str:
