@@ -17,10 +17,10 @@ def test_a_router_that_has_closed_is_not_ready_and_takes_and_awaits_nobody() -> 
     async def body() -> None:
         router = await Router().start()
         (worker,) = await fleet(FakeWorker((router.address,)), router=router)
-        assert router.engine.health().ready
+        assert router.engine.health().serves
         await router.engine.close()
         health = router.engine.health()
-        assert (health.healthy, health.ready, health.reason) == (True, False, "draining")
+        assert (health.healthy, health.serves, health.reason) == (True, False, "draining")
         with pytest.raises(Unavailable, match="draining; use another one"):
             await collect(router, ask("r1"))
         assert not worker.engine.seen

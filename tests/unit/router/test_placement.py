@@ -31,7 +31,7 @@ def test_a_request_runs_on_one_worker_with_an_ordered_list_of_prefill_peers():
         assert provenance is not None
         assert provenance.recoveries == ("refetch",)
         assert router.engine.card.vocab_size == 1000
-        assert router.engine.health().ready
+        assert router.engine.health().serves
         workers = [f'jdisagg_workers{{role="{role}"}} {count}.0' for role, count in (("prefill", 3), ("decode", 1))]
         assert set(workers) <= set(router.metrics.text().splitlines())
         await stop(router, p1, p2, other, d)
@@ -66,7 +66,7 @@ def test_without_a_worker_a_request_waits_a_little_then_fails_or_is_served():
         assert 0.25 < monotonic() - began_s < 20.0
         with pytest.raises(DeadlineExceeded):
             await collect(router, ask("r2", left_s=0.1))
-        assert not router.engine.health().ready
+        assert not router.engine.health().serves
         await stop(router)
         router = await Router().start()
         task = asyncio.create_task(collect(router, asked := ask("r3")))
@@ -88,7 +88,7 @@ def test_requests_stay_within_one_fingerprint_and_draining_workers_get_nothing_n
         await until(lambda: any(member.draining for member in router.engine.workers.members()))
         draining = [f'jdisagg_workers_draining{{role="{role}"}} {count}.0' for role, count in (("prefill", 0), ("decode", 1))]
         await until(lambda: set(draining) <= set(router.metrics.text().splitlines()))  # once it is connected
-        assert router.engine.health().ready
+        assert router.engine.health().serves
         outputs: list[Output] = []
         task = asyncio.create_task(collect(router, ask("r1", max_tokens=5000), outputs))
         await until(lambda: tokens(outputs))

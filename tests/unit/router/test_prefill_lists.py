@@ -45,7 +45,7 @@ def test_a_decode_worker_that_needs_prefill_workers_is_no_reason_to_be_ready_unt
         decode = FakeWorker((router.address,), needs_prefill=True, fingerprint_parts=(("numerics", "fast"),))
         await fleet(decode, router=router)
         health = router.engine.health()
-        assert not health.ready
+        assert not health.serves
         lonely = f"no prefill worker that pairs with fake @ {decode.address} (--local-prefill never)"
         assert health.reason == lonely
         with pytest.raises(Unavailable, match=r"no prefill worker that pairs with fake @ .*; waited 0 s: start one"):
@@ -59,7 +59,7 @@ def test_a_decode_worker_that_needs_prefill_workers_is_no_reason_to_be_ready_unt
             await collect(router, ask("r1"))
         assert router.replays() == 0, "nothing was tried in vain"
         p1 = await FakeWorker((router.address,), Role.PREFILL).start()
-        await until(lambda: router.engine.health().ready)
+        await until(lambda: router.engine.health().serves)
         assert_whole(asked := ask("r2"), await collect(router, asked))
         for worker in (decode, other, p1):
             await worker.die()
@@ -76,7 +76,7 @@ def test_a_fleet_whose_decode_workers_all_drain_says_so() -> None:
         task = asyncio.create_task(collect(router, asked := ask("r1", max_tokens=60)))
         await until(lambda: decode.engine.live)
         decode.draining = True
-        await until(lambda: not router.engine.health().ready)
+        await until(lambda: not router.engine.health().serves)
         said = f"every decode or unified worker is draining (fake @ {decode.address})"
         assert router.engine.health().reason == said
         with pytest.raises(Unavailable, match="is draining"):

@@ -89,7 +89,7 @@ def test_when_all_workers_pause_at_once_their_streams_go_on_where_they_are(
             for process in processes:
                 process.send_signal(signal.SIGSTOP)
             await until(lambda: caplog.text.count("as is everybody") == num_workers)
-            assert not router.engine.health().ready
+            assert not router.engine.health().serves
             late = asyncio.create_task(collect(router, request("late", prompt=(7,), sampling=SamplingParams(max_tokens=3))))
             await asyncio.sleep(1.0)
             assert not late.done(), "a new one waits for somebody who is heard"

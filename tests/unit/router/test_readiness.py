@@ -32,10 +32,10 @@ def test_nobody_is_sent_to_a_worker_that_reaches_no_prefill_worker(caplog: pytes
         for number in range(4):
             assert_whole(asked := ask(f"r{number}", 3), await collect(router, asked))
         assert (len(one.engine.seen), len(other.engine.seen)) == (0, 4)
-        assert router.engine.health().ready
+        assert router.engine.health().serves
 
         other.not_ready = WHY
-        await until(lambda: not router.engine.health().ready)
+        await until(lambda: not router.engine.health().serves)
         named = [entry.member.worker for entry in router.engine.workers.fleet.entries()]  # in order of registration
         assert sorted(named) == sorted(f"fake @ {worker.address}" for worker in (one, other))
         said = f"no decode or unified worker is ready ({named[0]}: {WHY}; {named[1]}: {WHY})"
@@ -58,7 +58,7 @@ def test_who_waits_goes_on_as_soon_as_a_worker_is_ready_again() -> None:
         router = await Router(ReplayConfig(place_wait_s=60.0)).start()
         (worker,) = await fleet(FakeWorker((router.address,)), router=router)
         worker.not_ready = WHY
-        await until(lambda: not router.engine.health().ready)
+        await until(lambda: not router.engine.health().serves)
         task = asyncio.create_task(collect(router, asked := ask("r1", 5)))
         await asyncio.sleep(0.1)
         assert not worker.engine.seen
@@ -76,7 +76,7 @@ def test_what_runs_on_a_worker_that_is_no_longer_ready_goes_on() -> None:
         task = asyncio.create_task(collect(router, asked := ask("r1", 60)))
         await until(lambda: worker.engine.live)
         worker.not_ready = WHY
-        await until(lambda: not router.engine.health().ready)
+        await until(lambda: not router.engine.health().serves)
         assert_whole(asked, await task)
         await stop(router, worker)
 
@@ -114,14 +114,14 @@ def test_a_router_that_restarts_says_who_is_not_ready_as_soon_as_that_one_regist
         router = await Router().start()
         (worker,) = await fleet(FakeWorker((router.address,)), router=router)
         worker.not_ready = WHY
-        await until(lambda: not router.engine.health().ready)
+        await until(lambda: not router.engine.health().serves)
         await router.stop()
         caplog.clear()
         router = await Router().start(int(router.address.rpartition(":")[2]))
         await until(router.linked)
         await asyncio.sleep(3 * FAST.heartbeat_s)
         worker.not_ready = ""
-        await until(lambda: router.engine.health().ready)
+        await until(lambda: router.engine.health().serves)
         await stop(router, worker)
 
     run_quiet(body())

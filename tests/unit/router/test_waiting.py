@@ -183,7 +183,7 @@ def test_a_worker_that_has_its_prefill_workers_is_not_said_to_lack_one(caplog: p
         decode = FakeWorker((router.address,), needs_prefill=True, max_model_len=50)
         prefill = FakeWorker((router.address,), Role.PREFILL)
         await fleet(decode, prefill, router=router)
-        await until(lambda: router.engine.health().ready)
+        await until(lambda: router.engine.health().serves)
         with pytest.raises(DeadlineExceeded, match=r"its deadline passed before a worker took it$"):
             await collect(router, ask("r1", left_s=0.0))
         assert failures(caplog) == []

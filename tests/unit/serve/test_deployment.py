@@ -122,7 +122,7 @@ def test_a_process_is_healthy_while_both_turn_over(
     async def body() -> None:
         deployment, _ = two
         front = LocalEngine(deployment.front, CARD, not_ready_reason=lambda: "", helpers=deployment.engines[:-1])
-        assert front.health().ready
+        assert front.health().serves
         monkeypatch.setattr(engine_thread, "STALLED_AFTER_S", 0.3)
         deployment.engines[0].is_frozen = True
         await until(lambda: not front.health().healthy)
