@@ -7,15 +7,16 @@ when the router says a request would be served. SIGTERM ends the router (it lets
 from __future__ import annotations
 
 import asyncio
+import http.client
 import itertools
 import logging
 import os
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-
-import httpx
 
 from jdisagg.core.config import Config, LocalConfig
 from jdisagg.core.errors import ConfigError
@@ -34,6 +35,7 @@ LOOPBACK = "127.0.0.1"
 FLEET_READY_S = 60.0  # from the last READY of a worker to a router that would serve
 SERVE = (sys.executable, "-m", "jdisagg.serve")
 GRACE_BEYOND_DRAIN_S = 5.0
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy of the environment: it is this machine
 
 
 def router_spec(config: Config, program: Sequence[str]) -> ChildSpec:
@@ -152,11 +154,14 @@ async def _start_fleet(config: Config, supervisor: Supervisor, program: Sequence
 
 def _probe(url: str) -> tuple[bool, str]:
     """Whether GET `url` answers 200, and what it said otherwise."""
-    try:  # through no proxy of the environment: it is this machine; and certificates take longer to read than it to answer
-        response = httpx.get(url, trust_env=False, verify=False, timeout=2.0)
-    except httpx.HTTPError as error:
+    try:
+        try:
+            with DIRECT.open(url, timeout=2.0) as response:
+                return response.status == 200, ""
+        except urllib.error.HTTPError as error:
+            return False, f"{error.code} {error.read(500).decode(errors='replace')}"
+    except (OSError, http.client.HTTPException) as error:  # also of what it said otherwise
         return False, repr(error)
-    return response.status_code == 200, f"{response.status_code} {response.text[:500]}"
 
 
 def _fleet_ready(config: Config, router: Ready, workers: Sequence[Ready], seconds: float) -> Ready:
