@@ -67,13 +67,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--part", choices=("all", *PARTS), default="all")
     parser.add_argument("--times", type=int, default=5, help="strikes of each kind under load")
     parser.add_argument("--model", default=str(DEMO), help="a directory; default: the demo model")
-    _add_choice(parser, "--stages", _by_name(Stage))
-    _add_choice(parser, "--victims", {victim.value: victim for victim in Victim})
-    _add_choice(parser, "--blows", _by_name(Blow))
-    _add_choice(parser, "--troubles", _by_name(Trouble), "under load; ")
-    _add_choice(parser, "--roles", {role: role for role in ("P", "D")}, "under load; ")
+    parser.add_argument("--stages", **_some(_by_name(Stage)))
+    parser.add_argument("--victims", **_some({victim.value: victim for victim in Victim}))
+    parser.add_argument("--blows", **_some(_by_name(Blow)))
+    parser.add_argument("--troubles", **_some(_by_name(Trouble), "under load; "))
+    parser.add_argument("--roles", **_some({role: role for role in ("P", "D")}, "under load; "))
     parser.add_argument("--cores", default=apart(), help="under load: of the P and of the D, '' for any; default: %(default)s")
-    _add_choice(parser, "--cuts", cuts.BY_NAME, "of the network between hosts; ")
+    parser.add_argument("--cuts", **_some(cuts.BY_NAME, "of the network between hosts; "))
     parser.add_argument("--hold-s", type=float, default=5.0, help="how long each lasts; default: %(default)g")
     parser.add_argument("--streams", type=int, default=24, help="during each; default: %(default)d")
     parser.add_argument(
@@ -88,7 +88,7 @@ def _by_name(kind: type[Stage] | type[Blow] | type[Trouble]) -> dict[str, Any]:
     return {one.name.lower(): one for one in kind}
 
 
-def _add_choice(parser: argparse.ArgumentParser, flag: str, known: Mapping[str, object], about: str = "") -> None:
+def _some(known: Mapping[str, object], about: str = "") -> dict[str, Any]:
     """A flag for some of the `known`, comma-separated; all by default."""
 
     def read(text: str) -> list[object]:
@@ -96,7 +96,7 @@ def _add_choice(parser: argparse.ArgumentParser, flag: str, known: Mapping[str, 
             raise argparse.ArgumentTypeError(f"got {', '.join(unknown)}, wanted some of {', '.join(known)}")
         return [known[name] for name in text.split(",")]
 
-    parser.add_argument(flag, type=read, default=",".join(known), help=f"{about}default: %(default)s")
+    return {"type": read, "default": ",".join(known), "help": f"{about}default: %(default)s"}
 
 
 def say(text: str) -> None:
