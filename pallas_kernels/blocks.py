@@ -1,4 +1,4 @@
-"""Block sizes of the attention kernels: by a rule, overridden by what was measured on a chip.
+"""Block sizes of the TPU attention kernel: by a rule, overridden by what was measured on a chip.
 
 Measured sizes lie in `tuned/*.json` files, one per chip, which `scripts/tune_kernels.py` writes:
 

@@ -108,7 +108,7 @@ def agree(producer: Identity, consumer: Identity) -> Agreement:
 
 
 def builds_of(producer: Identity, consumer: Identity) -> str:
-    """For the text of a refusal: which builds the two are, where they are known to be unlike."""
+    """For the text of a refusal: which builds the two say they are, where these differ."""
     if not producer.build or not consumer.build or producer.build == consumer.build:
         return ""
     return f" (builds {producer.build} and {consumer.build})"

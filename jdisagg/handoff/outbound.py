@@ -47,8 +47,8 @@ class OutgoingPiece:
     begin: int
     end: int
     num_bytes: int
+    device_tokens: int  # as many as which it lies on the device
     published: bool = False
-    device_tokens: int = 0  # as many as which it lies on the device
 
 
 @dataclass(slots=True)

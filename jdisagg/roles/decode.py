@@ -89,7 +89,7 @@ class DecodeRole:
         self._early += self._execute(self._handoffs.start(request, held_tokens, peers, now_s, later), now_s)
 
     def forget(self, request_id: str) -> None:
-        """End its hand-off and drop what arrived for it."""
+        """End its hand-off and forget what is known of it."""
         self._execute(self._handoffs.release(request_id), 0.0)  # nothing that it does looks at the time
         self._early = [output for output in self._early if output.request_id != request_id]
         self._provenance.forget(request_id)

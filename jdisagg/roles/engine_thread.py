@@ -32,7 +32,7 @@ class EngineThread:
 
     def __init__(self, loop: EngineLoop, *, name: str, on_crash: Callable[[BaseException], None]) -> None:
         self.loop = loop
-        self.ticks = 0  # finished ticks; read by the watchdog
+        self.ticks = 0  # finished ticks; the watchdog looks at them, and heartbeats carry them
         self._tick_ended_s = monotonic()
         self._tick_began_s: float | None = None
         self._on_crash = on_crash

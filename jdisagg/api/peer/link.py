@@ -100,7 +100,7 @@ class PeerLink:
         try:
             agreed = agree(theirs, self._identity).backends
         except Incompatible as error:  # P thought otherwise: it is older or newer than this
-            why = f"prefill peer {self.peer}{builds_of(theirs, self._identity)}: {error}"
+            why = f"prefill peer {self.peer}: {error}{builds_of(theirs, self._identity)}"
             raise HelloFailed("hello", Unavailable(why)) from error
         return await self._ports.reach(theirs, agreed, begins=begins)
 

@@ -207,7 +207,7 @@ def test_parking_is_told_to_the_stream_it_concerns() -> None:
 
 def test_a_range_under_another_key_is_not_the_same_piece() -> None:
     record = Outbound(H, request(), 0, 0.0, 4)
-    record.pieces["a"] = OutgoingPiece(0, 4, 40)
+    record.pieces["a"] = OutgoingPiece(0, 4, 40, 4)
     assert (record.key_of(0, 4), record.key_of(0, 3), record.key_of(1, 4)) == ("a", None, None)
 
 

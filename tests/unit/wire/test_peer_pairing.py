@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 
 from jdisagg.api.codec import encode_request
+from jdisagg.api.peer import server as peer_server
 from jdisagg.api.peer.codec import decode_down
-from jdisagg.handoff.identity import Backend, CacheGroup
+from jdisagg.handoff.identity import PROTOCOL, Agreement, Backend, CacheGroup
 from jdisagg.handoff.messages import Agreed, Open, StreamEnded
 from jdisagg.kv.spec import KVSpec
 from jdisagg.v1 import peer_pb2
@@ -91,6 +92,26 @@ def test_hello_refuses_an_unlike_peer_and_names_the_field(changes, field):
         d.client.open(address, H2, opening())
         await until(lambda: d.usable(address))
         assert not d.client.is_doubtful(address)
+        await d.client.aclose()
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
+def test_a_decode_worker_that_pairs_with_nobody_of_another_build_names_that_peer_once(monkeypatch, caplog):
+    """P, which is of another build, would have paired."""
+    agreed = Agreement(protocol=PROTOCOL, backends=("grpc",))
+    monkeypatch.setattr(peer_server, "agree", lambda producer, consumer: agreed)
+
+    async def body() -> None:
+        p, d = Prefill(identity(build="1.2")), Decode(identity(groups=(), build="1.3"))
+        address = await p.start()
+        d.client.open(address, H1, opening())
+        await until(lambda: d.ends(H1))
+        told = f"prefill peer {address}: groups: wanted 1, got 0; pair workers that agree on it (builds 1.2 and 1.3)"
+        assert told in str(d.messages(H1)[-1].error)
+        (line,) = (message for message in caplog.messages if "builds" in message)
+        assert line.count(address) == 1
         await d.client.aclose()
         await p.server.stop(0)
 
