@@ -28,6 +28,7 @@ from jdisagg.core.told import told
 from jdisagg.text.bad_words import BadWords, TokenTexts, WordsMatcher, read_texts
 from jdisagg.text.grammar_tokenizer import read_tokenizer
 from jdisagg.text.schema_annotations import readable, readable_text
+from jdisagg.text.schema_refs import values_in
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +80,10 @@ def read_schema(text: str) -> str:
 def schema_in_lark(schema: dict[str, Any], looks_left: Iterator[int] | None = None) -> dict[str, Any]:
     """As `read_schema` reads it, for a grammar in Lark that has it among others. `looks_left`: as in `readable`."""
     read = readable(schema, looks_left)
-    own = read.get("x-guidance", {})
-    return read | {"x-guidance": _DEFAULTS | own} if isinstance(own, dict) else read  # anything else the library refuses
+    own, defaults = read.get("x-guidance", {}), dict(_DEFAULTS)
+    if not any("oneOf" in one for one in values_in(read) if isinstance(one, dict)):  # of a hundred schemas this would be 2 KiB
+        del defaults["coerce_one_of"]
+    return read | {"x-guidance": defaults | own} if isinstance(own, dict) else read  # anything else the library refuses
 
 
 _READERS = {

@@ -146,7 +146,7 @@ class Clients:
         except TimeoutError:
             outcome.went_away = leaves
             outcome.error = None if leaves else TOO_LATE
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, ValueError) as error:  # or an answer that is no JSON
             outcome.error, outcome.detail = TRANSPORT, f"{type(error).__name__}: {error}"
         ended = [choice for choice in outcome.choices.values() if choice.finish]
         if outcome.error is None and not outcome.went_away and len(ended) != entry.n:
@@ -164,9 +164,14 @@ async def _read(call: Any, outcome: Outcome) -> None:
 
 
 async def _read_events(response: httpx.Response, outcome: Outcome) -> None:
+    is_done = False
     async for line in response.aiter_lines():
-        if line.startswith("data: ") and line != "data: [DONE]":
+        if line == "data: [DONE]":
+            is_done = True
+        elif line.startswith("data: "):
             _take(json.loads(line.removeprefix("data: ")), outcome)
+    if not is_done and outcome.error is None:
+        outcome.error, outcome.detail = TRANSPORT, "the stream ended without [DONE]"
 
 
 def _take(message: dict[str, Any], outcome: Outcome) -> None:

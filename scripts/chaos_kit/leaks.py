@@ -210,11 +210,13 @@ class Baseline:
     def _exceeded_now(self, fleet: Fleet) -> list[str]:
         found = [f"/dev/shm: {name}" for name in sorted(shared_memory() - self.shm)]
         for member in fleet.members:
-            with suppress(OSError):  # it has died by itself, which the fleet notes
+            who = f"{member.name}-{member.incarnation}"
+            try:
                 now, before = held_by(member.pid), self.by_role[member.name[0]]
-                for name, slack in SLACK.items():
-                    if getattr(now, name) > getattr(before, name) + slack:
-                        found.append(
-                            f"{member.name}-{member.incarnation}: {getattr(now, name)} {name}, was {getattr(before, name)}"
-                        )
+            except OSError:  # soon the fleet knows, and has another in its place
+                found.append(f"{who}: has died")
+                continue
+            for name, slack in SLACK.items():
+                if getattr(now, name) > getattr(before, name) + slack:
+                    found.append(f"{who}: {getattr(now, name)} {name}, was {getattr(before, name)}")
         return found

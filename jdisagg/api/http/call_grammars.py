@@ -89,14 +89,14 @@ def _grammar(body: Body, forced: ForcedCall, *, in_parallel: bool) -> Grammar:
     schema_text("tools: their parameters", schemas, "tools")  # before any is looked into
     if forced.name is not None:
         return Grammar(GrammarKind.JSON_SCHEMA, schema_text("tools", schemas[forced.name]))
-    calls = " | ".join(f"call_{number}" for number in range(len(schemas)))
+    calls = " | ".join(f"c{number}" for number in range(len(schemas)))  # short: a client may offer 128 functions
     more = '("," call)* ' if in_parallel else ""
     lines = [f'start: "[" call {more}"]"', f"call: {calls}"]
     left = looks()  # for all of them: each alone may take 20 ms
     for number, (name, schema) in enumerate(schemas.items()):
         head = json.dumps(call_head(name))
         root = schema_text("tools", schema_in_lark(schema, left))
-        lines += [f'call_{number}: {head} arguments_{number} "}}"', f"arguments_{number}: %json {root}"]
+        lines += [f'c{number}: {head} a{number} "}}"', f"a{number}: %json {root}"]
     return Grammar(GrammarKind.LARK, "\n".join(lines))
 
 

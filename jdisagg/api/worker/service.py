@@ -114,7 +114,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def Run(self, request_iterator: AsyncIterator[worker_pb2.RunRequest], context: grpc.aio.ServicerContext) -> None:
         """Serve one router until it goes away."""
         silence_s = max(self._config.lease_s, self._config.dead_after_s)
-        first = await first_message(request_iterator, worker_pb2.RunRequest(), silence_s)
+        try:
+            first = await first_message(request_iterator, worker_pb2.RunRequest(), silence_s)
+        except grpc.aio.BaseError:  # the server stops
+            return None
         if first is None:
             return log.warning(_NO_HEARTBEAT, context.peer(), silence_s)
         if first.epoch and self._epoch and first.epoch != self._epoch:

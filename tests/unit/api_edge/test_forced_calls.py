@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from jdisagg.api.generation.edge import Edge
+from jdisagg.api.generation.sampling_bounds import MAX_GRAMMAR_BYTES
 from jdisagg.api.http.body import Body
 from jdisagg.api.http.call_grammars import with_forced
 from jdisagg.api.http.calls import CallsReader, Offer, read_offer
@@ -127,6 +128,17 @@ def test_what_is_looked_at_for_tags_has_one_bound_for_all_functions(first: bool)
     asked = with_forced(SamplingParams(), Body(CHAT | {"tools": tools, "tool_choice": "required"})).grammar
     assert asked is not None
     assert ('"required":["kind"]' in asked.text) is first
+
+
+def test_as_many_functions_as_openai_takes_fit_while_each_is_short() -> None:
+    """What is written around each of them counts towards the length of a grammar, too."""
+    properties = {f"p{i}": {"type": "string", "enum": ["e" * 20]} for i in range(6)}
+    parameters = {"type": "object", "properties": properties}
+    tools = [{"type": "function", "function": {"name": f"function_{i}", "parameters": parameters}} for i in range(128)]
+    asked = with_forced(SamplingParams(), Body(CHAT | {"tools": tools, "tool_choice": "required"})).grammar
+    assert asked is not None
+    assert len(asked.text) <= MAX_GRAMMAR_BYTES
+    assert asked.text.count("whitespace_pattern") == 128
 
 
 def test_an_answer_has_the_calls_and_no_content(tokenizer: Tokenizer) -> None:

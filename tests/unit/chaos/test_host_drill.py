@@ -34,6 +34,8 @@ def answer(choices: dict[int, Choice], error: str | None = None) -> Outcome:
         ({0: RIGHT}, None, "exact"),
         ({0: Choice([1, 2, 3], "abc", [(-0.1, None)] * 3, "length")}, None, "LOST"),
         ({}, None, "LOST"),
+        ({0: RIGHT, 1: Choice([5])}, None, "DUPLICATED"),
+        ({0: RIGHT, 1: Choice([5])}, "SERVICE_UNAVAILABLE", "DUPLICATED"),
         ({0: Choice([1, 2], "ab", [(-0.1, None)] * 2)}, "SERVICE_UNAVAILABLE", "SERVICE_UNAVAILABLE"),
         ({0: Choice([1, 9], "ax", [(-0.1, None)] * 2)}, "SERVICE_UNAVAILABLE", "WRONG"),
         ({0: Choice([1, 2], "ab", [(-0.1, None)] * 2)}, "TRANSPORT", "TRANSPORT"),

@@ -39,7 +39,9 @@ def test_an_engine_that_has_not_answered_is_asked_again_and_not_taken_for_empty(
     assert found.startswith("D1: streams")
 
 
-def test_a_process_that_has_died_meanwhile_holds_nothing(tmp_path: Path) -> None:
+def test_a_process_that_has_died_meanwhile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaks, "PATIENCE_S", 0.0)
+
     async def body() -> None:
         async with httpx.AsyncClient() as http:
             fleet = Fleet(FleetPlan(model=""), tmp_path, http)
@@ -47,6 +49,6 @@ def test_a_process_that_has_died_meanwhile_holds_nothing(tmp_path: Path) -> None
             fleet.launch(fleet.decode[0])
             await fleet.decode[0].reap()
             nothing = Held(threads=0, descriptors=0, sockets=0, rss_bytes=0)
-            assert await Baseline({"D": nothing}, leaks.shared_memory()).exceeded(fleet) == []
+            assert await Baseline({"D": nothing}, leaks.shared_memory()).exceeded(fleet) == ["D1-1: has died"]
 
     asyncio.run(body())
