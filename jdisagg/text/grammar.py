@@ -66,10 +66,10 @@ _LIMITS = {
     GrammarKind.LARK: _limits(500),  # 20 ms, or as above, which 2,000 make 250
 }
 
-_DEFAULTS: Any = {  # unless the "x-guidance" of a schema says otherwise
-    "whitespace_pattern": r"[ \n\r\t]{1,80}",  # in a row: a deep structure's lines have as many, and no model fills its answer
-    "coerce_one_of": True,  # a `oneOf` whose branches may overlap is read as `anyOf`
-}
+# Unless the "x-guidance" of a schema says otherwise: so many blanks in a row, as a deep structure's lines have them, and no
+# model fills its answer with them; a `oneOf` whose branches may overlap is read as `anyOf`.
+_BLANKS: Any = {"whitespace_pattern": r"[ \n\r\t]{1,80}"}
+_DEFAULTS: Any = _BLANKS | {"coerce_one_of": True}
 
 
 def read_schema(text: str) -> str:
@@ -80,9 +80,9 @@ def read_schema(text: str) -> str:
 def schema_in_lark(schema: dict[str, Any], looks_left: Iterator[int] | None = None) -> dict[str, Any]:
     """As `read_schema` reads it, for a grammar in Lark that has it among others. `looks_left`: as in `readable`."""
     read = readable(schema, looks_left)
-    own, defaults = read.get("x-guidance", {}), dict(_DEFAULTS)
-    if not any("oneOf" in one for one in values_in(read) if isinstance(one, dict)):  # of a hundred schemas this would be 2 KiB
-        del defaults["coerce_one_of"]
+    own = read.get("x-guidance", {})
+    has_one_of = any("oneOf" in one for one in values_in(read) if isinstance(one, dict))
+    defaults = _DEFAULTS if has_one_of else _BLANKS  # in a hundred schemas of one grammar what says nothing is 2 KiB
     return read | {"x-guidance": defaults | own} if isinstance(own, dict) else read  # anything else the library refuses
 
 

@@ -95,10 +95,8 @@ def flaws_in(outcome: Outcome, entry: Entry, wanted: Choices, *, exact: bool) ->
     flaws = [Flaw.WRONG] if exact and outcome.changed else []
     if outcome.well and outcome.usage != (len(entry.prompt), sum(len(choice.tokens) for choice in outcome.choices.values())):
         flaws.append(Flaw.MISTOLD)
-    for index in sorted({*range(entry.n), *outcome.choices}):
-        if index >= entry.n:  # nobody asked for it
-            flaws.append(Flaw.DUPLICATED)
-            continue
+    flaws += [Flaw.DUPLICATED for index in outcome.choices if index >= entry.n]  # nobody asked for it
+    for index in range(entry.n):
         got = outcome.choices.get(index, Choice())
         got = _as_it_ran(got, entry.stop) if outcome.went_away else got
         flaw = got.flaw_beside(wanted[index], whole=outcome.well) if exact else _miscounted(outcome.well, got, entry)
