@@ -144,6 +144,8 @@ def test_a_new_pairing_tries_the_port_again(refusing: str, caplog: pytest.LogCap
         host, port = refusing.rsplit(":", 1)
         with socket.create_server((host, int(port))):
             await p.start(int(address.rpartition(":")[2]))
+            d.client.watch((address,))
+            await until(lambda: d.usable(address))  # gRPC may have found nobody there, and tries again after a while
             assert await hand_off(d, address, H2) == ("tcp", "grpc")
         assert peer_log(caplog, address)[-1] == ("INFO", ": KV comes over tcp, else grpc")
         await d.client.aclose()
