@@ -191,12 +191,16 @@ class EngineLoop:
         self._streams.deliver(named, now_s)
 
     def _named(self, output: Output) -> Output:
-        """Every last output says which worker it came from, and how many prompt tokens were computed for it anywhere."""
-        if output.finish is None and output.provenance is None:
-            return output
-        provenance = replace(output.provenance or Provenance(), decode_worker=self._worker)
+        """A request's first and last output say which worker it came from, and how many prompt tokens were computed for it
+        anywhere: of an answer that the edge ends, at a stop string, there is no last one."""
         stream = self._streams.get(output.request_id)
-        if stream is not None and output.finish not in (None, FinishReason.ERROR) and not provenance.prefilled_tokens:
+        is_known = stream is None or stream.is_named
+        if output.finish is None and output.provenance is None and is_known:
+            return output
+        if stream is not None:
+            stream.is_named = True
+        provenance = replace(output.provenance or Provenance(), decode_worker=self._worker)
+        if stream is not None and output.finish is not FinishReason.ERROR and not provenance.prefilled_tokens:
             computed = len(stream.request.prompt_token_ids) - output.cached_tokens
             provenance = replace(provenance, prefilled_tokens=computed)
         return replace(output, provenance=provenance)

@@ -22,6 +22,7 @@ class Stream:
     sink: OutputSink
     timeline: Timeline
     front_end: str = ""  # who sent it
+    is_named: bool = False  # an output has said whose it is
 
 
 class Streams:

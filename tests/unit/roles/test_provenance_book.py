@@ -73,6 +73,30 @@ def test_a_request_that_lost_its_pages_and_ends_with_the_token_of_its_second_pre
     assert last.provenance.prefilled_tokens == 7 + 14, "and the second time, but for a page that P had"
 
 
+@pytest.mark.usefixtures("no_sleep")
+def test_what_was_transferred_is_said_before_the_end_once_for_who_ends_an_answer_at_a_stop_string() -> None:
+    world = World(local_prefill=False)
+    world.submit(request("a", tuple(range(1, 14)), 6))
+    world.settle()
+    outputs = world.outputs["a"]
+    told = [index for index, output in enumerate(outputs) if output.provenance and output.provenance.transferred_tokens]
+    first, last = told
+    assert last == len(outputs) - 1
+    assert first <= 1
+    assert outputs[first].provenance == outputs[last].provenance
+
+
+def test_what_a_second_hand_off_brought_is_said_with_the_next_token() -> None:
+    book = ProvenanceBook(page_size=4)
+    token = Output(request_id="r", token_ids=(7,))
+    for provenance, prefilled_tokens in ((FIRST_TIME, 10), (SECOND_TIME, 13)):
+        book.arrived("r", provenance)
+        told = book.signed(token).provenance
+        assert told is not None
+        assert told.prefilled_tokens == prefilled_tokens
+        assert book.signed(token) == token
+
+
 def test_of_a_request_that_is_over_nothing_is_kept() -> None:
     book = ProvenanceBook(page_size=4)
     book.arrived("r", FIRST_TIME)
@@ -81,10 +105,11 @@ def test_of_a_request_that_is_over_nothing_is_kept() -> None:
         book.forget("r")
     assert book.signed(LAST) == LAST
     assert list(book._of) == ["other"]
+    assert book._untold == {"other"}
 
 
 @pytest.mark.usefixtures("no_sleep")
-def test_where_nothing_is_handed_over_the_last_output_names_its_worker_and_what_was_computed() -> None:
+def test_where_nothing_is_handed_over_the_first_and_the_last_output_name_their_worker_and_what_was_computed() -> None:
     unified = Unified()
     for name in ("first", "again"):
         unified.submit(request(name, tuple(range(1, 10)), 2))
@@ -92,4 +117,4 @@ def test_where_nothing_is_handed_over_the_last_output_names_its_worker_and_what_
     told = [(output.request_id, output.finish is None, output.provenance) for output in unified.outputs]
     assert [one[:2] for one in told] == [("first", True), ("first", False), ("again", True), ("again", False)]
     made = [Provenance(decode_worker="unified", prefilled_tokens=computed) for computed in (9, 1)]
-    assert [one[2] for one in told] == [None, made[0], None, made[1]]
+    assert [one[2] for one in told] == [made[0], made[0], made[1], made[1]]
