@@ -13,7 +13,9 @@ import httpx
 
 from jdisagg.batch.journal import journal_path, temporary_path
 from jdisagg.batch.runner import Batch
+from jdisagg.core.config import Config
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.flags import BY_NAME
 from jdisagg.core.settings import API_KEY_VARIABLE, Parser, load_config
 
 DESCRIPTION = """Run a file of requests offline. Kill it at any moment and start it again with the same command: it goes on
@@ -35,6 +37,10 @@ The last line on stderr counts them: "N ok, M failed"; those before it name the 
 Exit status: 0 every line has its answer or its error in the output, failed ones included; 1 stopped early, or the engine
 could not be started now (the model cannot be fetched, say), the same command goes on from there; 2 a command that cannot be
 run."""
+
+_OF_SERVERS = frozenset(
+    ("host", "port", "grpc_port", "advertise_host", "advertise_port", "router", "allowed_origins", "print_config")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +114,7 @@ def parse_command(argv: Sequence[str]) -> Command:
     with _usable("--output", args.output):
         output = args.output.resolve() if args.output.is_symlink() else args.output  # the link stays one
         _check_output(output, args.input)
-    role = "colocated" if args.disagg else "unified"
-    config = load_config(["--role", role, *serve_flags]) if args.server is None else None
+    config = _engine_config(serve_flags, "colocated" if args.disagg else "unified") if args.server is None else None
     return Command(
         batch=Batch(input=args.input, output=output, seed=args.seed, max_concurrency=args.max_concurrency, config=config),
         server=server,
@@ -118,6 +123,21 @@ def parse_command(argv: Sequence[str]) -> Command:
         quiet=args.quiet,
         retry_failed=args.retry_failed,
     )
+
+
+def _engine_config(serve_flags: Sequence[str], role: str) -> Config:
+    """Of the engine in this process. Raises ConfigError, also for flags of processes that a batch is not, and does not start."""
+    for name in (flag.partition("=")[0] for flag in serve_flags):
+        known = BY_NAME.get(name.removeprefix("--").replace("-", "_"))
+        if name == "--role":
+            raise ConfigError(
+                "--role: the engine of a batch has both phases; remove it (--disagg gives each a mesh of its own)"
+            )
+        if known is not None and (known.name in _OF_SERVERS or (known.only and role not in known.only)):
+            disagg = ", or add --disagg" if "colocated" in known.only and known.name not in _OF_SERVERS else ""
+            ask = "or ask a server that runs, by --server http://HOST:PORT"
+            raise ConfigError(f"{name}: a batch computes in this process, and serves nobody; remove it{disagg}, {ask}")
+    return load_config(["--role", role, *serve_flags])
 
 
 def _server_url(given: str) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 import jdisagg.batch.__main__ as batch
 from jdisagg.batch.__main__ import main
+from jdisagg.batch.command import parse_command
 from jdisagg.core.errors import ConfigError, NotFetched
 from tests.unit.batch.command_line import arguments
 from tests.unit.batch.fake_server import serving
@@ -156,3 +157,34 @@ def test_an_engine_that_cannot_be_started_now_may_be_by_the_same_command(
     assert main(command, what_next="begin anew") == status
     told = ["jdisagg.batch: --model: the Hub says nothing", "jdisagg.batch: begin anew"]
     assert capsys.readouterr().err.splitlines() == told[: 2 // status]
+
+
+@pytest.mark.parametrize(
+    ("flags", "advice"),
+    [
+        (["--role", "prefill"], "the engine of a batch has both phases; remove it"),
+        (["--disagg", "--role=unified"], "the engine of a batch has both phases; remove it"),
+        (["--router", "127.0.0.1:9000"], "and serves nobody; remove it, or ask a server that runs, by --server"),
+        (["--port=8000"], "and serves nobody; remove it, or ask a server that runs, by --server"),
+        (["--num-prefill", "2"], "and serves nobody; remove it, or ask a server that runs, by --server"),
+        (["--decode-tp", "2"], "and serves nobody; remove it, or add --disagg, or ask a server that runs, by --server"),
+        (["--disagg", "--prefill", "127.0.0.1:9001"], "and serves nobody; remove it, or ask a server that runs, by --server"),
+    ],
+)
+def test_flags_of_processes_that_a_batch_is_not_are_refused(
+    source: Path, capsys: pytest.CaptureFixture[str], flags: list[str], advice: str
+) -> None:
+    output = source.with_name("out.jsonl")
+    assert main(["--input", str(source), "--output", str(output), *flags]) == 2
+    name = next(flag for flag in flags if flag != "--disagg").partition("=")[0]
+    said = capsys.readouterr().err
+    assert said.startswith(f"jdisagg.batch: {name}: ")
+    assert advice in said
+    assert not output.exists()
+
+
+def test_flags_of_its_engine_are_those_of_serve(source: Path) -> None:
+    command = ["--input", str(source), "--output", str(source.with_name("out.jsonl")), "--disagg"]
+    config = parse_command([*command, "--decode-tp", "2", "--block-size=8", "--local-prefill", "never"]).batch.config
+    assert config is not None
+    assert (config.role, config.local.decode_tp, config.cache.page_size) == ("colocated", 2, 8)
