@@ -27,6 +27,7 @@ class Reach:
     had_stream: bool = False  # one stood, or stands
     retry_at_s: float = 0.0  # no new one is tried before
     misses: int = 0  # attempts in a row that failed
+    missing_since_s: float = 0.0  # the first of them
     why_not: str = ""  # what its operator should know
 
 

@@ -135,7 +135,8 @@ def _nobody(entries: Sequence[Entry]) -> str:
     if silent := [entry for entry in entries if entry.linked]:
         return f"no decode or unified worker is heard ({_named(silent)} fell silent)"
     unreached = [entry for entry in entries if entry.reach.why_not]
-    which = f" ({_named(unreached)} has registered, and this router does not reach it)" if unreached else ""
+    have, them = ("has", "it") if len(unreached) == 1 else ("have", "them")
+    which = f" ({_named(unreached)} {have} registered, and this router does not reach {them})" if unreached else ""
     return f"no decode or unified worker is connected{which}"
 
 

@@ -14,7 +14,8 @@ from jdisagg.router.lost_workers import LostWorkers
 
 log = logging.getLogger(__name__)
 
-MANY_MISSES = 4  # attempts, seconds in all: one that ends is evicted before, one that starts is reached before
+MANY_MISSES = 4  # attempts, seconds in all: one that starts is reached before
+LAST_WORDS_S = 0.5  # a process that ends may be heard for as long after its stream
 EVICTED = "its heartbeats stopped"
 REPLACED = "another process took its address"
 LOSS_OF = {CLOSED: "closed", SILENT: "silent", EVICTED: "evicted", REPLACED: "replaced"}  # else "broken"
@@ -48,14 +49,14 @@ class WorkerNews:
         log.warning("%s worker %s is heard again after %.1f s; its %d requests go on", *_who(entry), silent_s, entry.pending)
 
     def not_linked(self, entry: Entry, reason: str) -> None:
-        """There is no stream to a worker that registered, which has nothing to complain of itself: said when it refuses our API
-        key, or after several attempts, of which this one is told, too."""
+        """There is no stream to a worker whose heartbeats come, which has nothing to complain of itself: said when it refuses
+        our API key, or after several attempts, of which this one is told, too."""
         refusal = grpc.StatusCode.UNAUTHENTICATED.name
         if reason.startswith(refusal):
             before, entry.reach.why_not = entry.reach.why_not, reason
             if not before.startswith(refusal):
                 log.error("%s worker %s refuses this router: %s", *_who(entry), reason)
-        elif entry.reach.misses == MANY_MISSES:
+        elif entry.reach.misses >= MANY_MISSES and not entry.reach.why_not and _is_heard(entry):
             entry.reach.why_not = reason
             look = f"trying until it does; look at the worker's {WHERE_TO_LOOK}"
             text = "%s worker %s has registered, and this router does not reach it: %s; %s"
@@ -87,6 +88,11 @@ class WorkerNews:
             log.warning("%s worker %s is lost: %s", *_who(entry), reason)
             self._num_lost.labels(reason=LOSS_OF.get(reason, "broken")).inc()
             self.lost.note(entry.member, _in_words(reason), now_s)
+
+
+def _is_heard(entry: Entry) -> bool:
+    """Its heartbeats go on where its stream does not: the process is there."""
+    return entry.last_seen_s - entry.reach.missing_since_s > LAST_WORDS_S
 
 
 def _in_words(reason: str) -> str:

@@ -222,7 +222,9 @@ class Workers:
         broken = entry.stream if reason not in (CLOSED, SILENT) else None
         at_once = broken is not None and now_s - broken.since_s > STEADY_S  # it may be the connection alone: nobody died then
         entry.reach.retry_at_s = now_s + (0.0 if at_once else RECONNECT_S)
-        entry.reach.misses += not entry.linked
+        if not entry.linked:
+            entry.reach.missing_since_s = entry.reach.missing_since_s or now_s
+            entry.reach.misses += 1
         self._news.not_linked(entry, reason)
         self._gone(entry, reason)
         if at_once and not self._closed:

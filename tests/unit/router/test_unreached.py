@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from dataclasses import replace
 
 import pytest
 
 from jdisagg.core.requests import Output
+from jdisagg.router.worker_news import MANY_MISSES
 from tests.unit.ports import kept_port
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.rig import ask, assert_whole, collect, stop
-from tests.unit.wire.rig import run_quiet, until
+from tests.unit.wire.rig import FAST, run_quiet, until
 
 NOBODY = "no decode or unified worker is connected"
 
@@ -47,6 +49,25 @@ def test_a_worker_that_registers_where_nobody_listens_is_told_of_once(caplog: py
         await until(lambda: router.linked() == 1)
         assert_whole(asked := ask("r1"), await collect(router, asked))
         await stop(router, heir)
+
+    run_quiet(body())
+
+
+def test_a_worker_that_has_ended_is_not_taken_for_one_that_nobody_reaches(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jdisagg.router.workers.RECONNECT_S", 0.05)
+
+    async def body() -> None:
+        router = await Router(config=replace(FAST, dead_after_s=60.0)).start()
+        worker = await FakeWorker((router.address,)).start()
+        await until(lambda: router.linked() == 1)
+        (entry,) = router.engine.workers.fleet.entries()
+        await worker.die()
+        await until(lambda: entry.reach.misses > 2 * MANY_MISSES)
+        assert router.engine.health().reason == NOBODY
+        assert "does not reach" not in caplog.text
+        await router.stop()
 
     run_quiet(body())
 
