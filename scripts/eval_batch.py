@@ -18,6 +18,7 @@ import importlib
 import json
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from eval_tasks.tasks import TASKS, Answers, Probe, Scores, load_examples, scored_part
@@ -32,6 +33,7 @@ from jdisagg.text.tokenizer import Tokenizer
 
 EXIT_BAD_TASK = 2
 OUTPUT = "out.jsonl"
+REFERENCE_NEEDS = ("torch", "transformers")
 NOTHING_KEPT = "without --work-dir nothing is kept, the same command begins anew"
 
 
@@ -52,6 +54,8 @@ def main() -> int:
     args, flags = parser.parse_known_args()
     if args.limit is not None and args.limit < 1:
         parser.error(f"--limit: wanted at least 1, got {args.limit}")
+    if args.reference and (missing := [name for name in REFERENCE_NEEDS if find_spec(name) is None]):
+        parser.error(f"--reference: {' and '.join(missing)} cannot be imported; scripts/setup.sh --test brings them")
     if args.json is not None:
         try:
             args.json.open("a").close()

@@ -298,3 +298,17 @@ def test_a_work_dir_that_is_a_file_is_one_line(
     assert eval_batch.main() == 2
     told = capsys.readouterr().err
     assert (told.count("\n"), told.startswith("eval_batch: --work-dir: ")) == (1, True)
+
+
+@pytest.mark.parametrize(("missing", "named"), [(["torch"], "torch"), (["torch", "transformers"], "torch and transformers")])
+def test_a_reference_that_is_not_installed_is_told_of_before_anything_runs(
+    missing: list[str], named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["eval_batch.py", "choice", "--task", "configs/eval/choice.jsonl", "--reference", "transformers"]
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr(eval_batch, "find_spec", lambda name: None if name in missing else object())
+    monkeypatch.setattr(eval_batch, "run_batch", lambda _, **_options: pytest.fail("the batch ran"))
+    with pytest.raises(SystemExit) as ended:
+        eval_batch.main()
+    assert ended.value.code == 2
+    assert f"--reference: {named} cannot be imported; scripts/setup.sh --test brings them" in capsys.readouterr().err
