@@ -42,6 +42,7 @@ class Sender:
         self._turns = Turns(self._clock.now_s)
         self._service = Service(self._turns, patience_s)
         self._told_s = -inf  # of a wait
+        self._speaks_http = False  # as far as is known
 
     async def send(self, call: Call, request_id: str, set_aside: Callable[[], object] = lambda: None) -> Answer:
         """(HTTP status, body) of the answer; 502 when a server that is there lost this request for `patience_s`, or once more
@@ -49,7 +50,7 @@ class Sender:
 
         `request_id` becomes part of the one in the server's logs. `set_aside()`, which may be called again: it waits for all
         others from now on. Raises BadAnswer, and Unavailable when the server stays away so long or refuses the API key,
-        which is no request's fault."""
+        which is no request's fault, ConfigError when there is a server of something else than HTTP."""
         named = {"X-Request-Id": request_id}
         request = self._client.build_request("POST", call.url, json=call.body, headers=named)
         answer = await self._insist(f"line {call.number}", request, set_aside)
@@ -161,11 +162,13 @@ class Sender:
         try:
             response = await self._client.send(request)
         except httpx.TransportError as error:
+            self._check_http(error)
             taken = isinstance(error, httpx.ReadTimeout | httpx.ReadError | httpx.RemoteProtocolError)
             timed_out, stood_still = isinstance(error, httpx.ReadTimeout), self._clock.stood_still(sent, limit_s)
             return NotNow(_told(error), taken, timed_out, stood_still)
         except httpx.DecodingError as error:
             raise BadAnswer(f"the server's answer cannot be unpacked: {error}") from error
+        self._speaks_http = True
         answer = read_answer(response)
         why = f"HTTP {response.status_code}: {shown(response.content)}"
         if response.status_code in RETRIED:
@@ -178,14 +181,21 @@ class Sender:
         return answer
 
     async def _why_away(self) -> str:
-        """Why the server is not there; "" = it is. Raises Unavailable when it refuses the API key."""
+        """Why the server is not there; "" = it is. Raises Unavailable when it refuses the API key, ConfigError as `send`."""
         try:
             response = await self._client.get("/v1/models", timeout=PROBE_TIMEOUT_S)
         except (httpx.TransportError, httpx.DecodingError) as error:
+            self._check_http(error)
             return _told(error)
+        self._speaks_http = True
         if response.status_code == UNAUTHENTICATED:
             raise _refused_key(shown(response.content))
         return "" if response.is_success else f"/v1/models answered HTTP {response.status_code}"
+
+    def _check_http(self, error: httpx.HTTPError) -> None:
+        """Raise ConfigError for bytes that no HTTP begins with, of a server that has answered nothing else: waiting is in vain."""
+        if not self._speaks_http and _is_no_http(error):
+            raise ConfigError(f"--server: {_told(error)}; give the URL of a server's HTTP port (--port)") from error
 
 
 @dataclass(frozen=True)
@@ -226,5 +236,9 @@ def _refused_key(said: str) -> Unavailable:
 
 
 def _told(error: httpx.HTTPError) -> str:
-    hint = " (no HTTP: a gRPC port?)" if "illegal request line" in str(error) else ""  # h11's word for bytes
+    hint = " (no HTTP: a gRPC port?)" if _is_no_http(error) else ""
     return f"{type(error).__name__}: {error}".removesuffix(": ") + hint
+
+
+def _is_no_http(error: httpx.HTTPError) -> bool:
+    return "illegal request line" in str(error)  # h11's word for bytes, of answers, too

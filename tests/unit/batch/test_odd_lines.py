@@ -131,13 +131,13 @@ def test_a_server_that_names_no_model_is_told_of(tmp_path: Path, capsys: pytest.
     assert "--server: /v1/models" in capsys.readouterr().err
 
 
-def test_a_grpc_port_is_told_of_as_what_it_may_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_grpc_port_is_told_of_as_what_it_may_be_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "x"}\n')
     server = grpc.server(ThreadPoolExecutor(1))
     url = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
-    assert main(arguments(source, tmp_path / "out.jsonl", url, "--patience-s", "0.1")) == 1
+    assert main(arguments(source, tmp_path / "out.jsonl", url, "--patience-s", "600")) == 2
     server.stop(None).wait()
     assert "illegal request line (no HTTP: a gRPC port?)" in capsys.readouterr().err
 

@@ -13,7 +13,7 @@ import pytest
 from jdisagg.batch.lines import Call
 from jdisagg.batch.sender import Sender
 from jdisagg.batch.tries import MOST_TIMES_TAKEN, BadAnswer
-from jdisagg.core.errors import Unavailable
+from jdisagg.core.errors import ConfigError, Unavailable
 
 PATIENCE_S = 0.6
 BEGAN_S = 1000.0  # by a clock that nobody has just started
@@ -23,6 +23,7 @@ LATE = httpx.Response(504, json={"error": {"message": "late"}})
 LOST = httpx.Response(502, json={"error": {"message": "lost"}})
 WRONG = httpx.Response(400, json={"error": {"message": "too long"}})  # as a router without workers says, too
 DROPPED = httpx.RemoteProtocolError("Server disconnected without sending a response.")
+NO_HTTP = httpx.RemoteProtocolError("illegal request line")
 Step = tuple[float, httpx.Response | Exception]  # seconds it takes, and what comes of it
 
 
@@ -145,6 +146,16 @@ def test_a_server_that_refuses_for_longer_than_the_patience_stops_the_batch() ->
     (error,) = ask(server := Server(0.0, a=[(0, BUSY)] * 20), "a")
     assert isinstance(error, Unavailable)
     assert PATIENCE_S <= server.ended_s < 2 * PATIENCE_S
+
+
+def test_a_server_that_speaks_something_else_than_http_is_not_waited_for() -> None:
+    (error,) = ask(server := Server(0.0, a=[(0, httpx.ConnectError("refused")), (0, NO_HTTP)]), "a")
+    assert isinstance(error, ConfigError)
+    assert server.ended_s < PATIENCE_S / 2
+
+
+def test_bytes_that_are_no_http_of_a_server_that_spoke_it_are_a_failure_like_others() -> None:
+    assert ask(Server(0.0, a=[(0, BUSY), (0, NO_HTTP), (0, FINE)]), "a") == [(200, {"object": "text_completion"})]
 
 
 class Stopping(Server):
