@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from jdisagg.core.values import parse_ranges
 from jdisagg.serve.tpu import BOUNDS, TpuHost, find_tpu
 
 CPUINFO = Path("/proc/cpuinfo")
+_PLUGINS = {  # by name in JAX_PLATFORMS: packages of which one is needed, and what scripts/setup.sh calls them
+    "cuda": (("jax_cuda13_plugin", "jax_cuda12_plugin"), "cuda13"),
+    "tpu": (("libtpu",), "tpu"),
+}
 
 
 def usable_devices(config: Config) -> list[Any]:
@@ -24,16 +29,31 @@ def usable_devices(config: Config) -> list[Any]:
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # the second, with nothing said, where a GPU plugin finds no GPU
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        if missing := _missing_plugin(platforms):
+            raise ConfigError(f"--devices: jax cannot start: {missing}") from error
         advice = (
             "" if tpu is None else "; a TPU chip serves one process: give each its own, such as --devices 0 and --devices 1"
         )
-        platforms = os.environ.get("JAX_PLATFORMS", "")
         reason = str(error) or f"it sees no device of JAX_PLATFORMS={platforms}: look for its driver, or into the container"
         raise ConfigError(f"--devices: jax cannot start: {reason}{advice}") from error
     chosen = choose_devices(devices, config.device.devices, num_processes=jax.process_count(), tpu=tpu)
     if sys.platform == "linux" and chosen[0].platform == "cpu":
         check_processor(CPUINFO)
     return chosen
+
+
+def _missing_plugin(platforms: str) -> str:
+    """Which of jax's packages for `platforms` is not installed, and what brings it; "" = they all are."""
+    for platform in platforms.split(","):
+        packages, accelerator = _PLUGINS.get(platform, ((), ""))
+        by_path = platform == "tpu" and os.environ.get("TPU_LIBRARY_PATH")  # as jax looks for it first
+        if packages and not by_path and all(find_spec(package) is None for package in packages):
+            return (
+                f"JAX_PLATFORMS={platforms} needs {packages[0]}, which is not installed: "
+                f"scripts/setup.sh --accelerator {accelerator} brings it"
+            )
+    return ""
 
 
 def check_processor(cpuinfo: Path) -> None:

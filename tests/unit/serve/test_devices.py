@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,7 +68,48 @@ def test_a_gpu_that_jax_does_not_see_is_one_line_that_says_where_to_look(monkeyp
 
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     monkeypatch.setattr(serve_devices.jax, "devices", find_none)
+    monkeypatch.setattr(serve_devices, "find_spec", lambda package: object() if package == "jax_cuda12_plugin" else None)
     with pytest.raises(ConfigError, match=r"--devices: jax cannot start: it sees no device of JAX_PLATFORMS=cuda: .* driver"):
+        serve_devices.usable_devices(load_config(["--role", "unified"]))
+
+
+@pytest.mark.parametrize(
+    ("platforms", "package", "accelerator"),
+    [("cuda", "jax_cuda13_plugin", "cuda13"), ("cuda,cpu", "jax_cuda13_plugin", "cuda13"), ("tpu", "libtpu", "tpu")],
+)
+def test_a_platform_whose_package_is_not_installed_is_one_line_that_says_what_brings_it(
+    platforms: str, package: str, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise RuntimeError("Unable to initialize backend (set JAX_PLATFORMS='' to automatically choose an available backend)")
+
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    monkeypatch.setattr(serve_devices.jax, "devices", refuse)
+    monkeypatch.setattr(serve_devices, "find_tpu", lambda _: V6E_8)
+    monkeypatch.setattr(serve_devices, "find_spec", lambda _: None)
+    told = (
+        f"--devices: jax cannot start: JAX_PLATFORMS={platforms} needs {package}, which is not installed: "
+        f"scripts/setup.sh --accelerator {accelerator} brings it"
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(told)}$"):
+        serve_devices.usable_devices(load_config(["--role", "unified"]))
+
+
+@pytest.mark.parametrize(("platforms", "library"), [("tpu", "/opt/libtpu.so"), ("rocm", ""), ("", "")])
+def test_what_jax_says_stands_where_no_package_of_ours_is_missing(
+    platforms: str, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as of a libtpu that is named by its path."""
+
+    def refuse() -> None:
+        raise RuntimeError("Unable to initialize backend")
+
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    monkeypatch.setenv("TPU_LIBRARY_PATH", library)
+    monkeypatch.setattr(serve_devices.jax, "devices", refuse)
+    monkeypatch.setattr(serve_devices, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="Unable to initialize backend"):
         serve_devices.usable_devices(load_config(["--role", "unified"]))
 
 
