@@ -24,7 +24,7 @@ from typing import Any
 import grpc
 from google.protobuf.json_format import MessageToDict
 
-from jdisagg.api.channels import Credentials, open_blocking_channel
+from jdisagg.api.channels import NO_GRPC, Credentials, open_blocking_channel, speaks_no_grpc
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.settings import API_KEY_VARIABLE, Parser
 from jdisagg.core.told import told
@@ -212,8 +212,8 @@ def _why(address: str, error: Any) -> str:
     code, details = error.code(), told(error.details() or "")
     if code is grpc.StatusCode.UNIMPLEMENTED and "Method not found" in details:
         return f"{address} is no process that serves this: `list` asks a router, other commands any process of the fleet"
-    if code is grpc.StatusCode.UNAVAILABLE and "Failed parsing HTTP/2" in details:
-        return f"{address} answers, but not in gRPC: it may be an HTTP port; give that of its gRPC server (--grpc-port)"
+    if speaks_no_grpc(error):
+        return f"{address} {NO_GRPC}"
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
         wanted = "give the address of a gRPC server that runs (--grpc-port)"
         return f"{address} does not answer: {wanted}; {code.name}: {details}"

@@ -10,7 +10,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -30,6 +30,7 @@ MAX_STREAMS = 2**14  # on one connection; a decode worker has one for each of th
 MAX_IDLE_MS = 60_000  # without an RPC, until a server ends a connection; who comes back connects again. Our own channels go
 LEAVE_AFTER_MS = 30_000  # before: gRPC writes of a connection that a server has ended, and a call may meet that end. They do so
 # only once (grpc/grpc#38454): those that are used again do not rest for so long
+NO_GRPC = "answers, but not in gRPC: it may be an HTTP port; give that of its gRPC server (--grpc-port)"
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -88,6 +89,11 @@ def open_blocking_channel(address: str, credentials: Credentials = INSECURE) -> 
     """A channel for a plain thread. The caller closes it."""
     channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
     return cast(grpc.Channel, KeyedChannel(channel, credentials.api_key)) if credentials.api_key else channel
+
+
+def speaks_no_grpc(error: Any) -> bool:
+    """Whether that is why an RPC failed: whoever listens there answers in something else (`NO_GRPC`)."""
+    return error.code() is grpc.StatusCode.UNAVAILABLE and "Failed parsing HTTP/2" in (error.details() or "")
 
 
 def make_server(credentials: Credentials = INSECURE) -> grpc.aio.Server:

@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 from prometheus_client import Gauge
 
-from jdisagg.api.channels import INSECURE, Credentials, open_channel
+from jdisagg.api.channels import INSECURE, NO_GRPC, Credentials, open_channel, speaks_no_grpc
 from jdisagg.api.fleet.codec import encode_member, encode_report
 from jdisagg.api.fleet.router_names import LOOK_S, LOOK_SOON_S, RouterNames
 from jdisagg.api.tasks import AFTER_BUG_S, cancel_and_wait, start_in, until_set
@@ -178,8 +178,10 @@ class FleetClient:
         known = self._routers[router]
         if router not in self._names.wanted and not known.is_registered:
             return  # a name: each of its addresses says the same
-        why = NO_ROUTER if code is grpc.StatusCode.UNIMPLEMENTED else why
-        if code is grpc.StatusCode.UNAUTHENTICATED or _NOT_TAKEN.get(code) == logging.ERROR:
+        why, level = NO_ROUTER if code is grpc.StatusCode.UNIMPLEMENTED else why, _NOT_TAKEN.get(code)
+        if speaks_no_grpc(error):
+            why, level = f"it {NO_GRPC}", logging.ERROR
+        if code is grpc.StatusCode.UNAUTHENTICATED or level == logging.ERROR:
             known.refusal, known.refused_s = why, monotonic()
         if code is grpc.StatusCode.UNAUTHENTICATED:
             if not known.is_refusal_told:
@@ -187,7 +189,7 @@ class FleetClient:
                 log.error("router %s refuses this worker: %s", router, why)
         elif draining:
             return
-        elif (level := _NOT_TAKEN.get(code)) is not None:
+        elif level is not None:
             if known.not_taken is not code:
                 known.not_taken = code
                 log.log(level, "router %s does not take this worker: %s; registering until it does", router, why)

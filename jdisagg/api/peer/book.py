@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+from jdisagg.api.channels import NO_GRPC
 from jdisagg.api.peer.ports import Reached
 from jdisagg.core.bits import SAME_BY, are_unlike
 from jdisagg.core.fleet import DRAINING, SUSPECT_S, WHERE_TO_LOOK
@@ -53,10 +54,10 @@ class PeerBook:
     def failed(self, peer: str, why: str, now_s: float, *, refuses: bool = False) -> None:
         """It cannot be used. Said when it is news: that it is not heard is found out in several ways, one after the other."""
         known, status = self._of(peer), "" if (found := _STATUS.search(why)) is None else found[1]
-        answer = "" if status in _UNREACHED else status
+        answer = "" if status in _UNREACHED and NO_GRPC not in why else status
         if not known.why or refuses != known.refuses or (known.told and answer not in known.told):
             told = why.removeprefix(f"prefill peer {peer}: ")
-            if known.why is None and status in _UNREACHED:
+            if known.why is None and status and not answer:
                 told += f"; if it runs, look at its {WHERE_TO_LOOK}"
             log.warning("prefill peer %s %s: %s", peer, "does not pair with us" if refuses else "is down", told)
         known.told |= {answer}

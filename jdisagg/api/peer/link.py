@@ -13,7 +13,7 @@ from time import monotonic
 import grpc
 import grpc.aio
 
-from jdisagg.api.channels import Credentials, open_channel
+from jdisagg.api.channels import NO_GRPC, Credentials, open_channel, speaks_no_grpc
 from jdisagg.api.codec import decode_speed
 from jdisagg.api.peer.identity_codec import decode_identity, encode_identity
 from jdisagg.api.peer.piece_server import NO_PREFILL
@@ -150,5 +150,6 @@ class PeerLink:
         except grpc.aio.AioRpcError as error:
             reason = "hello" if error.code() is grpc.StatusCode.FAILED_PRECONDITION else "unreachable"
             said = NO_PREFILL if error.code() is grpc.StatusCode.UNIMPLEMENTED else told(error.details() or "")
+            said = f"it {NO_GRPC}" if speaks_no_grpc(error) else said
             text = f"prefill peer {self.peer}: Hello: {error.code().name}: {said}"
             return HelloFailed(reason, Unavailable(text))

@@ -11,6 +11,10 @@ import grpc
 import grpc.aio
 import pytest
 
+from jdisagg.api.channels import NO_GRPC
+from jdisagg.api.http.server import HttpServer
+from jdisagg.api.http.staged import StagedApp
+from jdisagg.api.listening import listen
 from jdisagg.api.peer.book import USELESS_S, PeerBook
 from jdisagg.api.peer.byte_source import GrpcByteSource
 from jdisagg.api.peer.piece_server import NO_PREFILL
@@ -173,6 +177,31 @@ def test_a_peer_that_was_not_reached_is_asked_like_others_after_a_while() -> Non
     assert [book.is_doubtful(peer, 100.0 + SUSPECT_S) for peer in "pqrs"] == [False, True, False, False]
     book.answered("q")
     assert not book.is_doubtful("q", 100.0)
+
+
+def test_a_peer_at_an_http_port_is_told_of_as_that_and_nobody_is_sent_to_look_at_its_advertise_host(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def body() -> None:
+        server = HttpServer(StagedApp(), listen())
+        await server.start()
+        d, handoff = Decode(), HandoffId("lost", 1)
+        d.client.open(server.address, handoff, opening(handoff.request_id))
+        await until(lambda: d.ends(handoff))
+        said = [record.getMessage() for record in caplog.records if "prefill peer" in record.getMessage()]
+        assert said == [f"prefill peer {server.address} is down: Hello: UNAVAILABLE: it {NO_GRPC}"]
+        await d.client.aclose()
+        await server.stop(0.0)
+
+    run_quiet(body())
+
+
+def test_that_a_peer_speaks_no_grpc_is_news_behind_that_it_is_not_heard(caplog: pytest.LogCaptureFixture) -> None:
+    book = PeerBook()
+    other = f"Hello: UNAVAILABLE: it {NO_GRPC}"
+    for now_s, why in enumerate(("Hello: UNAVAILABLE: Connection refused", other, other)):
+        book.failed("p", why, now_s)
+    assert [record.getMessage() for record in caplog.records][1:] == [f"prefill peer p is down: {other}"]
 
 
 def test_another_cause_is_told_of_once_while_a_peer_is_down(caplog: pytest.LogCaptureFixture) -> None:

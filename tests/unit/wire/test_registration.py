@@ -14,6 +14,9 @@ from jdisagg.api.fleet import client, elsewhere
 from jdisagg.api.fleet.client import NO_ROUTER
 from jdisagg.api.fleet.codec import decode_member, encode_member
 from jdisagg.api.fleet.elsewhere import nobody_reaches
+from jdisagg.api.http.server import HttpServer
+from jdisagg.api.http.staged import StagedApp
+from jdisagg.api.listening import listen
 from jdisagg.core.host_names import Address
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Role
@@ -115,6 +118,26 @@ def test_routers_that_refused_a_worker_and_have_gone_for_good_do_not_keep_it_fro
         assert worker.registration.registered() == {router.address: False}
         await again.stop()
         await worker.die()
+
+    run_quiet(body())
+
+
+def test_a_worker_that_is_given_an_http_port_for_a_router_is_told_that_and_not_what_grpc_makes_of_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def body() -> None:
+        server = HttpServer(StagedApp(), listen())
+        await server.start()
+        worker = await FakeWorker((server.address,)).start()
+        await until(worker.registration.refusal)
+        why = f"it {channels.NO_GRPC}"
+        told = f"router {server.address} does not take this worker: {why}"
+        assert worker.registration.refusal() == told
+        await asyncio.sleep(1.0)  # it tries again
+        said = [record.getMessage() for record in caplog.records if record.name == client.__name__]
+        assert said == [f"{told}; registering until it does"]
+        await worker.die()
+        await server.stop(0.0)
 
     run_quiet(body())
 
