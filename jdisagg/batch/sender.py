@@ -193,7 +193,7 @@ class Sender:
         return "" if response.is_success else f"/v1/models answered HTTP {response.status_code}"
 
     def _check_http(self, error: httpx.HTTPError) -> None:
-        """Raise ConfigError for bytes that no HTTP begins with, of a server that has answered nothing else: waiting is in vain."""
+        """Raise ConfigError for bytes that no HTTP begins with, of a server that has said nothing else: no waiting mends it."""
         if not self._speaks_http and _is_no_http(error):
             raise ConfigError(f"--server: {_told(error)}; give the URL of a server's HTTP port (--port)") from error
 

@@ -55,9 +55,12 @@ class Partners:
 
     def why(self, lonely: Sequence[Member]) -> str:
         """What follows for those of one role that lack a partner, and what keeps them from all that there are."""
-        role = lonely[0].role
-        both = self._of | {role: list(lonely)}
-        return f"{_LONELY_THEN[role]}: {differing(both[Role.PREFILL], both[Role.DECODE])} must be the same on both"
+        return f"{_LONELY_THEN[lonely[0].role]}: {self.differs(lonely)}"
+
+    def differs(self, lonely: Sequence[Member]) -> str:
+        """The second half of it alone."""
+        both = self._of | {lonely[0].role: list(lonely)}
+        return f"{differing(both[Role.PREFILL], both[Role.DECODE])} must be the same on both"
 
 
 class Usual:

@@ -26,13 +26,16 @@ def standings_of(entries: Iterable[Entry], now_s: float) -> list[tuple[Member, S
     """Each, and what is made of it in words; of those of the same weights these are looked for once."""
     entries = list(entries)
     partners, usual = Partners(entry.member for entry in entries), Usual(entry.member for entry in entries)
-    said: dict[tuple[Role, str], str] = {}
+    said: dict[tuple[Role, str, State], str] = {}
     found: list[tuple[Member, Standing]] = []
     for entry in entries:
         member, standing = entry.member, standing_among(entry, partners, now_s)
+        key = (member.role, member.card.fingerprint, standing.state)
         if standing.state is State.UNPAIRED:
-            key = (member.role, member.card.fingerprint)
             said[key] = said.get(key) or partners.why([member])
+            standing = replace(standing, why=said[key])
+        elif standing.why == NO_PARTNER and partners.lacks(member):
+            said[key] = said.get(key) or f"{NO_PARTNER}: {partners.differs([member])}"
             standing = replace(standing, why=said[key])
         elif not standing.why and usual.lacks(member):
             standing = replace(standing, why=usual.why(member))

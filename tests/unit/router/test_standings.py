@@ -92,14 +92,19 @@ def test_a_worker_that_is_about_to_end_is_draining_whatever_else_is_the_matter(l
 def test_a_decode_worker_that_never_computes_prompts_is_ready_where_a_prefill_worker_pairs_with_it(partner: str) -> None:
     fleet = Fleet(dead_after_s=1.0)
     needy = replace(MEMBER, role=Role.DECODE, needs_prefill=True)
+    needy = member(needy, fingerprint_parts=(("numerics", "exact"),))
     peer = member(MEMBER, role=Role.PREFILL, address="p:1", draining=partner == "draining")
     fleet.register(needy, NOW_S)
-    if partner != "none":
-        fleet.register(member(peer, fingerprint="others") if partner == "of other weights" else peer, NOW_S)
+    if partner == "of other weights":
+        fleet.register(member(peer, fingerprint="others", fingerprint_parts=(("numerics", "fast"),)), NOW_S)
+    elif partner != "none":
+        fleet.register(peer, NOW_S)
     entry = fleet.entries()[0]
     fleet.link(entry, NOW_S)
     is_ready = partner == "there"
     state, why = (State.SERVING, "") if is_ready else (State.NOT_READY, NO_PARTNER)
+    if partner == "of other weights":
+        why += ": numerics (prefill fast, decode exact) must be the same on both"
     found = dict(fleet.standings(NOW_S))[needy]
     assert (found.state, found.why, found.requests) == (state, why, 0)
     assert count_there(fleet, Role.DECODE) == is_ready
