@@ -2,8 +2,10 @@
 # Compiles every GPU kernel and the whole steps for an H200 that is not here: scripts/h200_gates.sh [few|steps|all]
 # Wants .venv (scripts/setup.sh), ptxas on PATH, and 430 MB for the CUDA compiler of jax's version, in a directory of its own.
 set -euo pipefail
+case "${1:-}" in -h|--help) sed -n '2,/^set /s/^# //p' "$0"; exit 0 ;; esac
 cd "$(dirname "$0")/.."
 extent="${1:-all}"
+case "$extent" in few|steps|all) ;; *) echo "h200_gates.sh: wanted few, steps or all, got $extent" >&2; exit 2 ;; esac
 home="${JDISAGG_CUDA_VENV:-.venv-cuda}"
 version="$(.venv/bin/python -c 'import jax; print(jax.__version__)')"
 command -v ptxas > /dev/null || { echo "h200_gates.sh: no ptxas on PATH; it comes with CUDA 13 (or the wheel nvidia-cuda-nvcc)" >&2; exit 2; }

@@ -11,6 +11,7 @@
 # Works on a copy in build/mutation/PART. Prints each survivor's change and the share of mutants noticed per module.
 # MUTMUT=/path/to/mutmut uses that one.
 set -euo pipefail
+case "${1:-}" in -h | --help) sed -n '2,/^set /s/^# //p' "$0"; exit 0 ;; esac
 cd "$(dirname "$0")/.."
 part=sched
 if [ "${1:-}" = --part ]; then

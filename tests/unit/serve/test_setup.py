@@ -1,7 +1,8 @@
-"""What scripts/setup.sh finds on a machine."""
+"""What scripts/setup.sh finds on a machine, and what the scripts that take long say when they are only asked what they do."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -29,3 +30,25 @@ def test_the_setup_finds_a_tpu_by_its_card(tmp_path: Path, cards: list[tuple[str
         ["bash", "-euc", command, "setup", str(pci(tmp_path, *cards))], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == found
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+@pytest.mark.parametrize("name", ["setup.sh", "test.sh", "mutation.sh", "h200_gates.sh"])
+def test_who_asks_a_script_what_it_does_is_told_and_nothing_runs(tmp_path: Path, name: str, flag: str) -> None:
+    done = run_alone(tmp_path, name, flag)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"{name} [" in done.stdout
+    assert "#" not in done.stdout
+    assert "pipefail" not in done.stdout
+
+
+def test_gates_of_an_extent_that_there_is_none_of_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    done = run_alone(tmp_path, "h200_gates.sh", "some")
+    assert (done.returncode, done.stderr) == (2, "h200_gates.sh: wanted few, steps or all, got some\n")
+
+
+def run_alone(tmp_path: Path, name: str, argument: str) -> subprocess.CompletedProcess[str]:
+    """Where nothing is that it could start."""
+    (tmp_path / "scripts").mkdir()
+    script = shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
+    return subprocess.run(["bash", script, argument], capture_output=True, text=True, timeout=60, check=False)
