@@ -47,7 +47,7 @@ def local_model(name: str) -> Path | None:
             raise ConfigError(f"--model demo: {directory} holds no model; reinstall the package")
         return directory
     path = expand_home(name, "--model")
-    is_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+    is_path = _is_path(name)
     try:
         if path.is_dir():
             directory = path.resolve()
@@ -62,6 +62,11 @@ def local_model(name: str) -> Path | None:
     if is_path:
         raise ConfigError(f"--model: {name} is not a directory; give demo, a directory, or a Hub id (OWNER/NAME)")
     return None
+
+
+def _is_path(name: str) -> bool:
+    """Whether it can be no Hub id."""
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
 def has_weights(directory: Path) -> bool:
@@ -130,7 +135,12 @@ def read_model_config(name: str) -> dict[str, Any]:
             return read_object(path)
     except PermissionError as error:
         raise _inaccessible(path, error) from error
-    if name == "demo" or path.is_dir() or name.endswith(".json") or name.count("/") != 1:
+    if name == "demo" or path.is_dir():
+        return read_config(resolve_model(name))
+    if _is_path(name) or name.endswith(".json"):
+        wanted = "demo, the path of a config.json or of a directory that holds one, or a Hub id (OWNER/NAME)"
+        raise ConfigError(f"--model: {name} is neither a file nor a directory; give {wanted}")
+    if name.count("/") != 1:
         return read_config(resolve_model(name))
     return read_object(_config_from_hub(name))
 

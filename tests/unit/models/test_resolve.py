@@ -219,8 +219,11 @@ def test_the_configuration_alone_is_read_from_a_file_a_directory_or_the_cache(
         ConfigError, match=r"config\.json of someone/other .* could not be fetched .* give the path of a config"
     ):
         read_model_config("someone/other")
-    with pytest.raises(ConfigError, match="is not a directory"):
-        read_model_config(str(tmp_path / "none.json"))
+    for name in (str(tmp_path / "none.json"), "none.json", "models/none.json", "./none"):
+        with pytest.raises(
+            ConfigError, match=f"^--model: {name} is neither a file nor a directory; give demo, the path of a config.json"
+        ):
+            read_model_config(name)
 
 
 def test_config_must_be_a_json_object(tmp_path: Path) -> None:
