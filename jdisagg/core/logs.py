@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 GRPC_SERVER_LOG = "grpc._cython.cygrpc"
 HTTP_SERVER_LOG = "uvicorn.error"
-NO_HTTP = "Invalid HTTP request received."  # uvicorn's words, of whoever sent it nothing more is known
+NO_HTTP = "Invalid HTTP request received."  # uvicorn's words; whoever refuses it tells of that
 HTTP_BUG = "Exception in ASGI application\n"  # likewise, of what ended a call, with its stack
 GARBLED_EVERY_S = 10.0
 BUG_EVERY_S, BUG_FIRST = 10.0, 16  # stacks of kilobytes: a bug may end every call
@@ -131,18 +131,16 @@ class JsonFormatter(logging.Formatter):
 
 class Garbled(logging.Filter):
     """Bytes that are no message, or no text, as in what gRPC says of a connection for which there was no descriptor: it tells
-    of each with a stack, uvicorn in one line, and there may be any number of them."""
+    of each with a stack, uvicorn in one line that names nobody, and there may be any number of them."""
 
     def __init__(self) -> None:
         super().__init__()
         self._seldom = Seldom(every_s=GARBLED_EVERY_S)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """False for such a record; now and then a line is said in its place."""
+        """False for such a record; now and then a line is said in the place of gRPC's."""
         kind = record.exc_info[0] if record.exc_info else None
         if record.name == HTTP_SERVER_LOG and record.msg == NO_HTTP:
-            text = "what came on --port is no HTTP, and was refused; gRPC, that of workers too, goes to --grpc-port"
-            self._seldom.say(log, logging.WARNING, text, now_s=monotonic())
             return False
         text = "a message that cannot be read was refused: %s"
         if record.msg == NO_TEXT:

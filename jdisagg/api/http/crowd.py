@@ -45,6 +45,7 @@ class Crowd:
         """`on_refused`: called for each connection that is."""
         self._on_refused = on_refused
         self._seldom = Seldom(TOLD_EVERY_S)
+        self._seldom_no_http = Seldom(TOLD_EVERY_S)
 
     def room(self, num_open: int) -> Room:
         """For one more beside `num_open`; the log says when it is short."""
@@ -56,6 +57,11 @@ class Crowd:
         )
         self._seldom.say(log, logging.WARNING, text, num_open, 100 * SHARE, now_s=monotonic())
         return Room.SPARE if num_open < most + min(MOST_SPARE, max(1, round(SPARE_SHARE * most))) else Room.NONE
+
+    def no_http(self, client: tuple[str, int] | None) -> None:
+        """Came from there. Said now and then."""
+        text = "what came on --port from %s is no HTTP, and was refused; gRPC, that of workers too, goes to --grpc-port"
+        self._seldom_no_http.say(log, logging.WARNING, text, client[0] if client else "a socket", now_s=monotonic())
 
     def refusal(self) -> Response:
         """For a connection that is refused."""

@@ -170,6 +170,7 @@ class Protocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Of what is no HTTP, as uvicorn calls it."""
+        self._crowd.no_http(self.client)
         self._refuse(HTTPStatus.BAD_REQUEST, msg)
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:

@@ -166,7 +166,9 @@ def test_what_is_no_http_is_told_seldom_and_says_where_grpc_goes() -> None:
     done = subprocess.run([sys.executable, "-c", NO_HTTP], capture_output=True, text=True, timeout=90, env=env, check=False)
     assert done.returncode == 0, done.stderr
     (told,) = [line for line in done.stderr.splitlines() if " W " in line]
-    assert told.endswith("what came on --port is no HTTP, and was refused; gRPC, that of workers too, goes to --grpc-port")
+    assert told.endswith(
+        "what came on --port from 127.0.0.1 is no HTTP, and was refused; gRPC, that of workers too, goes to --grpc-port"
+    )
 
 
 def test_an_unknown_level_or_format_names_the_variable_and_the_choices() -> None:
