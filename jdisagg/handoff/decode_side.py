@@ -32,7 +32,7 @@ from jdisagg.handoff.live_inbound import LiveInbound
 from jdisagg.handoff.messages import HandoffId, PrefillToDecode
 from jdisagg.handoff.overdue import forgive, no_piece, unanswered
 from jdisagg.handoff.recovery import Recovery
-from jdisagg.handoff.refetch import OUT_OF_TIME, cause_of, next_try
+from jdisagg.handoff.refetch import BY_DEADLINE, OUT_OF_TIME, cause_of, is_too_late, next_try
 
 
 class DecodeSide:
@@ -106,7 +106,7 @@ class DecodeSide:
             if (live := self._live.get(handoff.request_id)) is not None:
                 live.ladder.lives(message.peer)
             return []
-        if (found := self._find(handoff)) is None:
+        if (found := self._live.find(handoff)) is None:
             return [] if isinstance(message, msg.StreamEnded | msg.Quiet | msg.Awake) else self._late()
         record, stream = found
         if (doubted := record.doubt_about(stream)) is not None:
@@ -203,7 +203,7 @@ class DecodeSide:
 
     def on_arrived(self, handoff: HandoffId, key: str, now_s: float) -> list[DecodeAction]:
         """The piece is whole and on the device; late and duplicate ones give no Import and must be dropped."""
-        if (found := self._find(handoff, key)) is None:
+        if (found := self._live.find(handoff, key)) is None:
             return self._late()
         record, stream = found
         ready = stream.settle(key)
@@ -215,14 +215,25 @@ class DecodeSide:
         more = record.grant() if doubted is None else self._doubts.on_arrived(record, doubted, now_s)
         return actions + more + self._complete(record)
 
+    def is_failure(self, handoff: HandoffId, key: str, reason: str, now_s: float) -> bool:
+        """Whether it is one of the transfer that the piece did not arrive; else its request's time is over, or nobody waits for
+        it any more. To be asked before `on_failed`."""
+        if reason not in BY_DEADLINE:
+            return True
+        found = self._live.find(handoff, key)
+        return found is not None and not is_too_late(found[0], found[1].pieces[key], reason, now_s)
+
     def on_failed(self, handoff: HandoffId, key: str, reason: str, now_s: float) -> list[DecodeAction]:
-        """The piece did not arrive: the same key once more, then another backend or a new key from P, then another stream."""
-        if (found := self._find(handoff, key)) is None:
+        """The piece did not arrive: the same key once more, then another backend or a new key from P, then another stream;
+        nothing any more for a request whose time is over."""
+        if (found := self._live.find(handoff, key)) is None:
             return self._late()
         record, stream = found
         piece = stream.pieces[key]
         if reason == "stalled" or piece.fetch_deadline_s != record.request.deadline_s:  # else the request had too little time
             stream.line.failed(piece, reason)
+        if is_too_late(record, piece, reason, now_s):
+            return self._recovery.fail(record, record.too_late())
         if (doubted := record.doubt_about(stream)) is not None:
             return self._doubts.on_failed(record, doubted, piece, reason, now_s)
         if (actions := next_try(record, stream, piece, reason, now_s)) is None:
@@ -273,14 +284,6 @@ class DecodeSide:
     def _late(self) -> list[DecodeAction]:
         self._num_late += 1
         return []
-
-    def _find(self, handoff: HandoffId, key: str | None = None) -> tuple[Inbound, InboundStream] | None:
-        """The live stream, if the piece `key` is under way on it, and whose it is."""
-        record = self._live.get(handoff.request_id)
-        stream = None if record is None else record.stream_of(handoff)
-        if record is None or stream is None or (key is not None and key not in stream.pieces):
-            return None
-        return record, stream
 
     # --- views
 

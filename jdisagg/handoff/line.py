@@ -23,6 +23,7 @@ class IncomingPiece:
     fetch_deadline_s: float | None = None
     began_s: float = 0.0
     patience: int = 1  # of its line, when the fetch began
+    is_hurried: bool = False  # the fetch has no more time than its request
 
 
 @dataclass(slots=True)
@@ -51,7 +52,8 @@ class Line:
         if self.waiting_s is None:
             self.waiting_s = now_s
         piece.patience, piece.began_s = self.patience, now_s
-        piece.fetch_deadline_s = min(now_s + self.fetch_time_s, deadline_s)
+        due_s = now_s + self.fetch_time_s
+        piece.is_hurried, piece.fetch_deadline_s = deadline_s <= due_s, min(due_s, deadline_s)
         return piece.fetch_deadline_s
 
     def end(self, piece: IncomingPiece) -> None:

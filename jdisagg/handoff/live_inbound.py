@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from jdisagg.handoff.alarms import Alarms
 from jdisagg.handoff.full_peers import FullPeers
 from jdisagg.handoff.inbound import Inbound
+from jdisagg.handoff.inbound_stream import InboundStream
+from jdisagg.handoff.messages import HandoffId
 from jdisagg.handoff.overdue import answer_due_s
 
 
@@ -31,6 +33,14 @@ class LiveInbound:
     def get(self, request_id: str) -> Inbound | None:
         """The request's, if it has one."""
         return self._all.get(request_id)
+
+    def find(self, handoff: HandoffId, key: str | None = None) -> tuple[Inbound, InboundStream] | None:
+        """The live stream, if the piece `key` is under way on it, and whose it is."""
+        record = self._all.get(handoff.request_id)
+        stream = None if record is None else record.stream_of(handoff)
+        if record is None or stream is None or (key is not None and key not in stream.pieces):
+            return None
+        return record, stream
 
     def all(self) -> Iterable[Inbound]:
         """In the order in which they were begun."""

@@ -119,7 +119,8 @@ class DecodeRole:
                     self._hidden.arrived(handoff.request_id, seconds, now_s)
                 return outputs
             case PieceFailed(handoff=handoff, ready=ready, reason=reason):
-                self._transfers.failed(message)
+                if self._handoffs.is_failure(handoff, ready.key, reason, now_s):
+                    self._transfers.failed(message)
                 return self._execute(self._handoffs.on_failed(handoff, ready.key, reason, now_s), now_s)
             case Published() | PublishFailed():
                 return self._execute(self._lending.on_published(message, now_s), now_s)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from jdisagg.core.errors import DeadlineExceeded
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.decode_side import DecodeSide
 from jdisagg.handoff.messages import Accepted, Agreed, Done, Grant, StreamEnded, Want
@@ -158,3 +159,53 @@ def test_a_piece_announced_twice_is_fetched_once() -> None:
     side = decode_side()
     piece = transferring(side)
     assert side.on_message(H, piece, 0.0) == []
+
+
+def fetching_until(deadline_s: float) -> DecodeSide:
+    """Two pieces of a request that has so long are being fetched."""
+    side = decode_side(NEVER)
+    side.start(request(8, deadline_s=deadline_s), 0, ("p", "q"), 0.0)
+    side.on_message(H, Accepted(cached_tokens=0), 0.0)
+    side.on_reserved("r", 0.0)
+    for key in "ab":
+        side.on_message(H, ready(key, *SPANS[key]), 0.0)
+    return side
+
+
+@pytest.mark.parametrize(
+    ("reason", "now_s"), [("timeout", 1.999), ("slow", 1.999), ("timeout", 2.0), ("unknown_key", 2.0)]
+)  # 1.999: the clock was looked at before the inbox was
+def test_a_fetch_that_ends_with_its_request_s_time_is_no_failure_and_not_tried_again(reason: str, now_s: float) -> None:
+    side = fetching_until(2.0)
+    assert not side.is_failure(H, "a", reason, now_s)
+    ended = side.on_failed(H, "a", reason, now_s)
+    assert isinstance(only(act.Fail, ended).error, DeadlineExceeded)
+    assert act.CancelFetch(H) in ended
+    assert none_of(act.Recovered, ended)
+    assert side.is_idle
+    assert not side.is_failure(H, "b", reason, now_s), "nobody waits for it any more"
+    assert side.on_failed(H, "b", reason, now_s) == []
+
+
+@pytest.mark.parametrize("reason", ["timeout", "slow", "unknown_key", "checksum"])
+def test_a_fetch_that_fails_while_its_request_has_time_is_a_failure_and_tried_again(reason: str) -> None:
+    side = fetching_until(20.0)
+    assert side.is_failure(H, "a", reason, 19.999)
+    assert only(act.Recovered, side.on_failed(H, "a", reason, 19.999)).rung == "refetch"
+
+
+@pytest.mark.parametrize("reason", ["checksum", "truncated", "stalled", "connection", "unreachable", "device"])
+def test_what_breaks_on_its_way_is_a_failure_of_the_transfer_though_nobody_needs_it_any_more(reason: str) -> None:
+    side = fetching_until(2.0)
+    assert side.is_failure(H, "a", reason, 3.0)
+    assert isinstance(only(act.Fail, side.on_failed(H, "a", reason, 3.0)).error, DeadlineExceeded)
+    assert side.is_failure(H, "b", reason, 3.0)
+
+
+def test_a_fetch_that_lost_its_time_to_a_standstill_of_this_process_is_tried_again() -> None:
+    """It had five seconds of the request's ten, and would have as long as the request by now."""
+    side = fetching_until(10.0)
+    for now_s in (1.0, 9.0):
+        side.look(now_s)
+    assert side.is_failure(H, "a", "timeout", 9.0)
+    assert only(act.Recovered, side.on_failed(H, "a", "timeout", 9.0)).rung == "refetch"

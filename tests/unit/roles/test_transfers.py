@@ -7,14 +7,16 @@ from typing import Any, cast
 
 import pytest
 
+from jdisagg.core.errors import DeadlineExceeded
 from jdisagg.core.metrics import Metrics
-from jdisagg.handoff.messages import HandoffId
+from jdisagg.handoff.messages import ChunkReady, HandoffId
 from jdisagg.roles import engine_loop
 from jdisagg.roles.inbox import Message
 from jdisagg.roles.transfers import HiddenTransfers, Transfers
 from jdisagg.transfer.base import PieceArrived, PieceFailed
 from tests.unit.handoff.rig import ready
 from tests.unit.roles.measured import read
+from tests.unit.roles.network_fake import FakeFetcher
 from tests.unit.roles.world import World
 from tests.unit.sched.engine_fake import request
 
@@ -32,6 +34,29 @@ def test_pieces_are_counted_by_backend_and_those_that_did_not_come_by_reason_and
     assert [read(metrics, "transfer_seconds_sum", backend=name) for name in ("shm", "tcp")] == [0.75, 2.0]
     assert read(metrics, "transfer_failures_total", backend="tcp", reason="checksum") == 1
     assert caplog.messages == ["request r: piece lost over tcp: checksum of its host"]
+
+
+def test_fetches_that_end_with_their_request_s_time_are_neither_counted_nor_in_the_log_nor_repeated(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_loop, "IDLE_WAIT_S", 0.0)
+    monkeypatch.setattr(engine_loop, "LISTEN_S", 0.0)
+    world, deadlines = World(local_prefill=False), list[float]()
+
+    def expire(self: FakeFetcher, handoff: HandoffId, peer: str, ready: ChunkReady, deadline_s: float) -> None:
+        deadlines.append(deadline_s)
+        self._inbox.post(PieceFailed(handoff=handoff, ready=ready, reason="timeout", detail="the deadline passed"))
+
+    monkeypatch.setattr(FakeFetcher, "fetch", expire)
+    world.submit(replace(request("a", tuple(range(3, 22)), 6), deadline_s=2.0))
+    world.settle()
+    assert deadlines
+    assert set(deadlines) == {2.0}
+    assert isinstance(world.outputs["a"][-1].error, DeadlineExceeded)
+    metrics = world.decode.metrics
+    assert read(metrics, "transfer_failures_total", backend="fake", reason="timeout") == 0
+    assert read(metrics, "recoveries_total", rung="refetch") == 0
+    assert [told for told in caplog.messages if "piece" in told] == []
 
 
 def hidden(computed_s: float | None, *arrivals: tuple[float, float]) -> float:
