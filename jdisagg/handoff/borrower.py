@@ -23,6 +23,7 @@ from jdisagg.core.looks import Looks
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.credit import Credit, window_bytes_of
 from jdisagg.handoff.messages import Ack, ChunkReady, Declined, HandoffId, Lending, Want
+from jdisagg.handoff.refetch import BY_DEADLINE
 from jdisagg.handoff.spans import Spans
 
 STALL_S = 1.0
@@ -69,6 +70,7 @@ class Borrowing:
     end: int
     deadline_s: float  # the request's, and once pages exist this borrowing's
     credit: Credit  # D's
+    is_hurried: bool = False  # it has no more time than the request
     progress_s: float = 0.0
     reserved: bool = False
     reached: bool = False  # something came from D since, for this prompt or another
@@ -119,6 +121,7 @@ class Borrower:
         if record is None or record.reserved:
             return []
         record.reserved, record.progress_s = True, now_s
+        record.is_hurried = record.deadline_s <= now_s + LONGEST_S
         record.deadline_s = min(record.deadline_s, now_s + LONGEST_S)
         want = Want(begin=record.begin, end=record.end, reason="held", piece_tokens=self._chunk_tokens)
         return [act.Reply(record.handoff, want), *self._grant(record)]
@@ -162,6 +165,16 @@ class Borrower:
         if record.arrived.reach(record.begin) >= record.end:
             return actions + self._end(record, Outcome.COMPLETE, "")
         return actions + self._grant(record)
+
+    def is_failure(self, handoff: HandoffId, key: str, reason: str, now_s: float) -> bool:
+        """As DecodeSide's: whether it is one of the transfer, and not of a request whose time is over, that the piece did not
+        arrive."""
+        if reason not in BY_DEADLINE:
+            return True
+        record = self._live.get(handoff)
+        if record is None or key not in record.pieces:
+            return False
+        return not record.is_hurried or (reason == "unknown_key" and now_s < record.deadline_s)
 
     def on_failed(self, handoff: HandoffId, key: str, reason: str) -> list[BorrowerAction]:
         """The piece did not arrive: once more, unless D does not know it; computing is the cure for everything else."""

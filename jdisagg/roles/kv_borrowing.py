@@ -110,7 +110,8 @@ class KVBorrowing:
         """A transfer thread is through with a piece."""
         handoff, key = event.handoff, event.ready.key
         if isinstance(event, PieceFailed):
-            self._transfers.failed(event)
+            if self._borrower.is_failure(handoff, key, event.reason, now_s):
+                self._transfers.failed(event)
             return self._execute(self._borrower.on_failed(handoff, key, event.reason), now_s)
         self._transfers.arrived(event)
         return self._execute(self._borrower.on_arrived(handoff, key, now_s), now_s, event.piece)

@@ -168,6 +168,30 @@ def test_no_kv_comes_from_a_d_that_is_not_reached_and_other_failures_say_nothing
     assert (last.no_kv, last.announced) == (no_kv, True)
 
 
+@pytest.mark.parametrize(
+    ("reason", "in_time", "too_late"),
+    [("timeout", False, False), ("slow", False, False), ("unknown_key", True, False), ("checksum", True, True)],
+)
+def test_a_fetch_that_ends_with_its_request_s_time_is_no_failure_of_the_transfer(
+    reason: str, in_time: bool, too_late: bool
+) -> None:
+    """A timeout may be heard of a moment before the clock says so: it is of this fetch, which had as long as the request."""
+    side = Borrower(CONFIG, bytes_per_token=BPT)
+    side.start(H, "r#1", LENDING, (2, 11), 6.0)
+    side.on_reserved("r#1", 5.0)
+    side.on_message(H, ready("a", 2, 6), 5.1)
+    assert [side.is_failure(H, "a", reason, now_s) for now_s in (5.9, 6.0)] == [in_time, too_late]
+    side.release(H)
+    assert side.is_failure(H, "a", reason, 5.9) == too_late, "nobody waits for it any more"
+
+
+@pytest.mark.parametrize("reason", ["timeout", "slow", "unknown_key", "checksum"])
+def test_a_fetch_of_a_request_that_has_time_is_a_failure_when_it_fails(reason: str) -> None:
+    side = borrower()
+    side.on_message(H, ready("a", 2, 6), 5.1)
+    assert side.is_failure(H, "a", reason, 5.0 + LONGEST_S)
+
+
 def test_kv_that_waits_behind_that_of_other_prompts_does_not_stay_away() -> None:
     """Pieces of one D come one after the other."""
     side = borrower()

@@ -17,6 +17,7 @@ from jdisagg.transfer.base import PieceArrived, PieceFailed
 from tests.unit.handoff.rig import ready
 from tests.unit.roles.measured import read
 from tests.unit.roles.network_fake import FakeFetcher
+from tests.unit.roles.second_turn import first_turn
 from tests.unit.roles.world import World
 from tests.unit.sched.engine_fake import request
 
@@ -56,6 +57,31 @@ def test_fetches_that_end_with_their_request_s_time_are_neither_counted_nor_in_t
     metrics = world.decode.metrics
     assert read(metrics, "transfer_failures_total", backend="fake", reason="timeout") == 0
     assert read(metrics, "recoveries_total", rung="refetch") == 0
+    assert [told for told in caplog.messages if "piece" in told] == []
+
+
+def test_what_p_fetches_for_a_request_whose_time_is_over_is_neither_counted_nor_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_loop, "IDLE_WAIT_S", 0.0)
+    monkeypatch.setattr(engine_loop, "LISTEN_S", 0.0)
+    world, fetch = World(local_prefill=False, want_min_tokens=4), FakeFetcher.fetch
+    prompt, deadline_s = first_turn(world), world.now_s + 2.0
+    deadlines = list[float]()
+
+    def expire(self: FakeFetcher, handoff: HandoffId, peer: str, ready: ChunkReady, until_s: float) -> None:
+        if not self._to_prefill:
+            fetch(self, handoff, peer, ready, until_s)
+            return
+        deadlines.append(until_s)
+        self._inbox.post(PieceFailed(handoff=handoff, ready=ready, reason="timeout", detail="the deadline passed"))
+
+    monkeypatch.setattr(FakeFetcher, "fetch", expire)
+    world.submit(replace(request("t2", prompt, 4, ignore_eos=True), deadline_s=deadline_s))
+    world.settle()
+    assert deadlines
+    assert max(deadlines) == pytest.approx(deadline_s)
+    assert read(world.prefill.metrics, "transfer_failures_total", backend="fake", reason="timeout") == 0
     assert [told for told in caplog.messages if "piece" in told] == []
 
 
