@@ -19,6 +19,7 @@ from google.protobuf.message import Message
 from jdisagg.api.status_details import details_metadata, end_call, read_retry_after_s, shown
 from jdisagg.core.errors import (
     Cancelled,
+    ContextLengthExceeded,
     DeadlineExceeded,
     Deadly,
     HandoffLost,
@@ -119,6 +120,7 @@ def encode_error(error: RequestError) -> common_pb2.RequestFailure:
         numerical=isinstance(error, NumericalError),
         deadly=isinstance(error, Deadly),
         num_down=error.num_down if isinstance(error, Deadly) else 0,
+        too_long=isinstance(error, ContextLengthExceeded),
     )
 
 
@@ -131,6 +133,8 @@ def decode_error(message: common_pb2.RequestFailure) -> RequestError:
         return NumericalError(text)
     if message.deadly and name == Deadly.grpc_status:
         return Deadly(text, num_down=message.num_down or MAX_PREFILL_PEERS)
+    if message.too_long and name == ContextLengthExceeded.grpc_status:
+        return ContextLengthExceeded(text, field=told(message.field) or None)
     return _ERROR_BY_NAME.get(name, RequestError)(text, field=told(message.field) or None)
 
 

@@ -73,6 +73,10 @@ class InvalidRequest(RequestError):
         return cls(f"{field}: {told}", field=field)
 
 
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt and answer do not fit the model's context, or what a worker can hold of it."""
+
+
 class ModelNotFound(RequestError):
     """The named model is not served here."""
 

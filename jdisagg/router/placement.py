@@ -7,7 +7,7 @@ import logging
 from array import array
 from weakref import WeakValueDictionary
 
-from jdisagg.api.generation.context_length import ContextLengthExceeded
+from jdisagg.core.errors import ContextLengthExceeded
 from jdisagg.core.logs import Seldom
 from jdisagg.core.requests import FinishReason, Output, Provenance, Role
 from jdisagg.router.booking import Booking, book

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jdisagg.core.config import LEAST_MODEL_LEN, SchedulerConfig
-from jdisagg.core.errors import ConfigError, InvalidRequest
+from jdisagg.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from jdisagg.core.requests import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, EngineRequest, Role
 
 _MAX_INT32 = 2**31 - 1  # lengths and token ids are 32 bits wide on the device
@@ -50,7 +50,8 @@ def check_config(config: SchedulerConfig, *, role: Role, max_model_len: int, num
 
 
 def check_request(request: EngineRequest, limits: Limits, *, knows_prompt: bool = False) -> None:
-    """Raise InvalidRequest when the request could not run on an empty worker; the message has the number to use.
+    """Raise InvalidRequest when the request could not run on an empty worker, ContextLengthExceeded when it is for its length;
+    the message has the number to use.
     `knows_prompt`: the ids of its prompt were looked at before, which takes milliseconds of a long one."""
     num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
     if num_prompt == 0:
@@ -66,16 +67,16 @@ def check_request(request: EngineRequest, limits: Limits, *, knows_prompt: bool 
         )
     _check_for_device(request, limits, () if knows_prompt else request.prompt_token_ids)
     if limits.role is Role.PREFILL:
-        total = num_kv = spare = request.num_tokens
-        context = "this worker's context length is"
-    else:
-        total, spare = num_prompt + max_tokens, num_prompt
-        num_kv = num_prompt + max(0, max_tokens - 1) + limits.num_lookahead  # the last token's KV is never written
-        context = "the model's context length is"
-    _check_total(total, limits.max_model_len, context, request, spare)
-    _check_total(num_kv, limits.pool_tokens, "this worker's KV pool holds", request, spare)
+        _check_known(limits.max_model_len, "the prefill worker's context length is", request)
+        _check_known(limits.pool_tokens, "the prefill worker's KV pool holds", request)
+        if limits.read_tokens:
+            _check_known(limits.read_tokens, "one step of the prefill worker reads", request)
+        return
+    num_kv = num_prompt + max(0, max_tokens - 1) + limits.num_lookahead  # the last token's KV is never written
+    _check_total(num_prompt + max_tokens, limits.max_model_len, "the model's context length is", request)
+    _check_total(num_kv, limits.pool_tokens, "this worker's KV pool holds", request)
     if limits.read_tokens:
-        _check_total(num_kv, limits.read_tokens, "one step of this worker reads", request, spare)
+        _check_total(num_kv, limits.read_tokens, "one step of this worker reads", request)
 
 
 def _check_for_device(request: EngineRequest, limits: Limits, prompt: tuple[int, ...]) -> None:
@@ -102,13 +103,26 @@ def _check_for_device(request: EngineRequest, limits: Limits, prompt: tuple[int,
             raise InvalidRequest(f"{field}: must be in [0, {MAX_LOGPROBS}]; got {wanted}", field=field)
 
 
-def _check_total(total: int, limit: int, what: str, request: EngineRequest, spare: int) -> None:
-    """`spare` = tokens that cannot be had for less; what is left of `limit` beyond them is the max_tokens to use."""
+def _check_total(total: int, limit: int, what: str, request: EngineRequest) -> None:
+    """What is left of `limit` beyond the prompt is the max_tokens to use."""
     if total <= limit:
         return
-    advice = f"use max_tokens <= {limit - spare}" if spare < limit else f"shorten the prompt to {limit - 1} tokens or fewer"
-    raise InvalidRequest(
-        f"prompt of {len(request.prompt_token_ids)} tokens with max_tokens {request.sampling.max_tokens} needs room for "
+    num_prompt = len(request.prompt_token_ids)
+    spares = num_prompt < limit
+    advice = f"use max_tokens <= {limit - num_prompt}" if spares else f"shorten the prompt to {limit - 1} tokens or fewer"
+    raise ContextLengthExceeded(
+        f"prompt of {num_prompt} tokens with max_tokens {request.sampling.max_tokens} needs room for "
         f"{total} tokens; {what} {limit} tokens: {advice}",
-        field="max_tokens" if spare < limit else "prompt",
+        field="max_tokens" if spares else "prompt",
     )
+
+
+def _check_known(limit: int, what: str, request: EngineRequest) -> None:
+    """Of a worker that computes what is known of the request, and needs no room for more. Of an answer that was begun nobody
+    can take anything back."""
+    if request.num_tokens <= limit:
+        return
+    text, advice = f"prompt of {len(request.prompt_token_ids)} tokens", f": shorten the prompt to {limit} tokens or fewer"
+    if num_generated := len(request.generated_token_ids):
+        text, advice = f"{text} with {num_generated} of its answer", ""
+    raise ContextLengthExceeded(f"{text}; {what} {limit} tokens{advice}", field="prompt")

@@ -105,7 +105,7 @@ class TokenLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ..., absent: _Optional[bool] = ...) -> None: ...
 
 class RequestFailure(_message.Message):
-    __slots__ = ("code", "message", "field", "retry_after_ms", "numerical", "deadly", "num_down")
+    __slots__ = ("code", "message", "field", "retry_after_ms", "numerical", "deadly", "num_down", "too_long")
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     FIELD_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +113,7 @@ class RequestFailure(_message.Message):
     NUMERICAL_FIELD_NUMBER: _ClassVar[int]
     DEADLY_FIELD_NUMBER: _ClassVar[int]
     NUM_DOWN_FIELD_NUMBER: _ClassVar[int]
+    TOO_LONG_FIELD_NUMBER: _ClassVar[int]
     code: int
     message: str
     field: str
@@ -120,7 +121,8 @@ class RequestFailure(_message.Message):
     numerical: bool
     deadly: bool
     num_down: int
-    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., retry_after_ms: _Optional[int] = ..., numerical: _Optional[bool] = ..., deadly: _Optional[bool] = ..., num_down: _Optional[int] = ...) -> None: ...
+    too_long: bool
+    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., retry_after_ms: _Optional[int] = ..., numerical: _Optional[bool] = ..., deadly: _Optional[bool] = ..., num_down: _Optional[int] = ..., too_long: _Optional[bool] = ...) -> None: ...
 
 class Provenance(_message.Message):
     __slots__ = ("prefill_worker", "decode_worker", "prefilled_tokens", "transferred_tokens", "transferred_pages", "transferred_bytes", "recoveries", "borrowed_tokens", "borrowed_bytes")

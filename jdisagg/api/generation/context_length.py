@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from jdisagg.core.errors import InvalidRequest
+from jdisagg.core.errors import ContextLengthExceeded
 
 Prompt = str | tuple[int, ...]
 MOST_CUT_CHARACTERS = 2**20  # of a text that may be longer than the context, as it is cut: it takes the tokenizer seconds
-
-
-class ContextLengthExceeded(InvalidRequest):
-    """Prompt and answer do not fit the model's context."""
 
 
 def check_length(prompt: Prompt, max_model_len: int, max_token_characters: int, *, is_cut: bool = False) -> None:

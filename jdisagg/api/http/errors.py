@@ -7,9 +7,17 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from jdisagg.api.generation.context_length import ContextLengthExceeded
 from jdisagg.api.status_details import shown
-from jdisagg.core.errors import DeadlineExceeded, Deadly, JdisaggError, ModelNotFound, Overloaded, Quarantined, Unauthenticated
+from jdisagg.core.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    Deadly,
+    JdisaggError,
+    ModelNotFound,
+    Overloaded,
+    Quarantined,
+    Unauthenticated,
+)
 
 _CODES: dict[type[JdisaggError], str] = {
     ContextLengthExceeded: "context_length_exceeded",

@@ -9,8 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from jdisagg.api.generation.context_length import ContextLengthExceeded
-from jdisagg.core.errors import InvalidRequest
+from jdisagg.core.errors import ContextLengthExceeded, InvalidRequest
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, run, serving
 

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from jdisagg.api.generation.choice import ChoiceResult, Delta, Transcript, Usage
-from jdisagg.api.generation.context_length import ContextLengthExceeded
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import TextRequest
-from jdisagg.core.errors import InvalidRequest, RequestError
+from jdisagg.core.errors import ContextLengthExceeded, InvalidRequest, RequestError
 from jdisagg.core.fleet import ModelCard
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, SamplingParams, TokenLogprob
 from jdisagg.text.tokenizer import Tokenizer

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.core.errors import (
+    ContextLengthExceeded,
     DeadlineExceeded,
     HandoffLost,
     InvalidRequest,
@@ -46,7 +47,9 @@ def test_a_stream_that_has_outgrown_every_prefill_worker_is_lost_and_not_its_cli
     assert "; give prefill workers the pages and --max-model-len of the decode workers, or allow local" in failed.message
 
 
-@pytest.mark.parametrize("error", [InvalidRequest("its context is 8 tokens"), ModelNotFound("it serves another one")])
+@pytest.mark.parametrize(
+    "error", [InvalidRequest("its context is 8 tokens"), ContextLengthExceeded("short"), ModelNotFound("it serves another one")]
+)
 @pytest.mark.covers("P02")
 def test_a_worker_for_which_the_request_is_wrong_is_like_one_that_failed(error: RequestError) -> None:
     side = decode_side()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jdisagg.core.errors import Overloaded, Unavailable
+from jdisagg.core.errors import ContextLengthExceeded, Overloaded, Unavailable
 from jdisagg.handoff.events import FromPrefill, PeerAlive, PeerOpened
 from jdisagg.handoff.messages import Accepted, HandoffId, Open, Refused, Started
 from tests.unit.roles.measured import Unified, read
@@ -69,6 +69,19 @@ def test_a_full_prefill_worker_tells_its_peer_when_to_come_again() -> None:
     world.prefill.inbox.post(PeerOpened(HandoffId("begun", 1), begun, "d0", reply := Reply()))
     world.prefill.tick(0.01)
     assert isinstance(reply.said[0], Accepted), "its client has the first token, and was promised the rest"
+
+
+def test_a_prompt_that_no_prefill_worker_holds_is_refused_with_the_length_to_use() -> None:
+    world = World(local_prefill=False, prefill_pages=5)
+    held = world.prefill.scheduler.num_pages * 4
+    for name, length in (("taken", held), ("refused", held + 1)):
+        world.submit(request(name, tuple(range(1, length + 1)), 4))
+    world.settle()
+    assert len(world.tokens("taken")) == 4
+    error = world.outputs["refused"][-1].error
+    assert isinstance(error, ContextLengthExceeded)
+    told = f"prompt of {held + 1} tokens; the prefill worker's KV pool holds {held} tokens: shorten the prompt to {held} tokens"
+    assert (error.message, error.field) == (f"{told} or fewer", "prompt")
 
 
 @pytest.mark.parametrize(("backends", "theirs"), [(("fake",), ("fast",)), (("fake", "slow"), ("fast", "faster"))])

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.api.generation.context_length import ContextLengthExceeded
-from jdisagg.core.errors import Unavailable
+from jdisagg.core.errors import ContextLengthExceeded, Unavailable
 from jdisagg.core.fleet import Load, Report
 from jdisagg.core.requests import EngineRequest, FinishReason, Role, SamplingParams
 from jdisagg.router import longest

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdisagg.core.config import SchedulerConfig
-from jdisagg.core.errors import ConfigError, InvalidRequest
+from jdisagg.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from jdisagg.core.requests import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, Role
 from jdisagg.sched.intake import Limits, check_config, check_request
 from tests.unit.sched.engine_fake import EOS, request
@@ -85,20 +85,30 @@ def test_a_refusal_names_field_figures_and_remedy(bad: Any, field: str, message:
     assert (caught.value.field, caught.value.message) == (field, message)
 
 
-@pytest.mark.parametrize(
-    ("limits", "what"),
-    [
-        ({"max_model_len": 9}, "this worker's context length is 9 tokens: shorten the prompt to 8 tokens or fewer"),
-        ({"num_usable_pages": 2}, "this worker's KV pool holds 8 tokens: shorten the prompt to 7 tokens or fewer"),
-        ({"read_tokens": 9}, "one step of this worker reads 9 tokens: shorten the prompt to 8 tokens or fewer"),
-    ],
-)
+TIGHT = [
+    ({"max_model_len": 8}, "the prefill worker's context length is 8 tokens"),
+    ({"num_usable_pages": 2}, "the prefill worker's KV pool holds 8 tokens"),
+    ({"read_tokens": 8}, "one step of the prefill worker reads 8 tokens"),
+]
+
+
+@pytest.mark.parametrize(("limits", "what"), TIGHT)
+def test_a_prefill_worker_takes_a_prompt_that_fills_it_to_the_last_token_and_says_so(limits: dict[str, int], what: str) -> None:
+    tight = replace(LIMITS, role=Role.PREFILL, **limits)
+    with pytest.raises(ContextLengthExceeded) as caught:
+        check_request(request("a", (1,) * 9, 1000), tight)
+    told = f"prompt of 9 tokens; {what}: shorten the prompt to 8 tokens or fewer"
+    assert (caught.value.field, caught.value.message) == ("prompt", told)
+    check_request(request("a", (1,) * 8, 1000), tight)
+
+
+@pytest.mark.parametrize(("limits", "what"), TIGHT)
 def test_a_prefill_worker_counts_what_is_known_and_no_output(limits: dict[str, int], what: str) -> None:
     tight = replace(LIMITS, role=Role.PREFILL, **limits)
-    with pytest.raises(InvalidRequest) as caught:
-        check_request(request("a", (1,) * 6, 1000, generated=(1,) * 4), tight)
-    assert caught.value.field == "prompt"
-    assert caught.value.message == f"prompt of 6 tokens with max_tokens 1000 needs room for 10 tokens; {what}"
+    with pytest.raises(ContextLengthExceeded) as caught:
+        check_request(request("a", (1,) * 6, 1000, generated=(1,) * 3), tight)
+    told = f"prompt of 6 tokens with 3 of its answer; {what}"
+    assert (caught.value.field, caught.value.message) == ("prompt", told), "nobody can shorten what was generated"
     check_request(request("a", (1,) * 6, 1000, generated=(1,) * 2), tight)
 
 
@@ -176,6 +186,7 @@ def test_whoever_follows_the_advice_gets_in(num_prompt: int, max_tokens: int, nu
     for _ in range(6):  # context, pool and read budget may each have their say, about the prompt and about max_tokens
         if error is None:
             return
+        assert isinstance(error, ContextLengthExceeded)
         number = int(re.findall(r"(?:<=|prompt to) (\d+)", error.message)[-1])
         if error.field == "max_tokens":
             assert 0 < number < max_tokens

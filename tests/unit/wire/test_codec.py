@@ -199,6 +199,7 @@ def test_messages_to_decode_round_trip(message):
         errors.Cancelled("gone"),
         errors.HandoffLost("every rung failed"),
         errors.Deadly("every rung failed; they may have died of it", num_down=4),
+        errors.ContextLengthExceeded("prompt of 9 tokens", field="prompt"),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -217,6 +218,7 @@ def test_unknown_numbers_have_a_meaning():
     assert peer_codec.decode_up(peer_pb2.PrefillResponse()) is None
     numerical = codec.decode_error(codec.encode_error(errors.NumericalError("NaN at step 3, layer 1")))
     assert (numerical.grpc_status, numerical.message) == ("INTERNAL", "NaN at step 3, layer 1")
+    assert type(codec.decode_error(common_pb2.RequestFailure(code=5, too_long=True))) is errors.ModelNotFound
 
 
 def test_a_prompt_whose_logits_are_no_numbers_is_tried_nowhere_else() -> None:
