@@ -47,6 +47,7 @@ class Body:
         self.num_bytes = num_bytes
         self.is_long = num_bytes > _INLINE_BYTES
         self._known: set[str] = set()  # what was asked for
+        self._unserved: dict[str, str] = {}  # why it is refused, by name
         self.names: dict[str, str] = {}  # of fields that intake calls otherwise, by its names: noted by who reads them
 
     def get(self, name: str) -> Any:
@@ -56,19 +57,25 @@ class Body:
 
     def said(self, name: str) -> Any:
         """As `get`; of an object what is null is absent, too."""
-        value = self.get(name)
-        return {key: inner for key, inner in value.items() if inner is not None} if isinstance(value, dict) else value
+        return _said(self.get(name))
+
+    def unserved(self, name: str, why: str) -> Any:
+        """As `said`, of a field that is refused for that when it asks for something: to it nobody is led who misspells one."""
+        self._unserved[name] = why
+        return _said(self._fields.get(name))
 
     def refuse_misspelt(self, *others: str) -> None:
         """When everything was read: raises InvalidRequest for a field that nobody asked for and that looks like one, but is
-        none of `others`. Of many unknown ones the first few are looked at."""
+        none of `others`; for one that looks like a field that is refused, with what is told of that. Of many unknown ones the
+        first few are looked at."""
         given = (name for name, value in self._fields.items() if value is not None)
-        spelt_right = self._known | _OF_OTHERS | {*others}
+        fields = self._known | self._unserved.keys()
+        spelt_right = fields | _OF_OTHERS | {*others}
         unknown = (name for name in given if name not in spelt_right and len(name) <= _MAX_NAME)
         for name in islice(unknown, _MAX_COMPARED):
-            if near := get_close_matches(name, self._known, n=1, cutoff=_NEAR):
-                found = f"{self.where}{name}"
-                raise InvalidRequest.of(found, f"is no field of this request; did you mean {near[0]}?")
+            if near := next(iter(get_close_matches(name, fields, n=1, cutoff=_NEAR)), ""):
+                hint = f"did you mean {near}?" if near in self._known else f"{near}: {self._unserved[near]}"
+                raise InvalidRequest.of(f"{self.where}{name}", f"is no field of this request; {hint}")
 
     def _get_typed(self, name: str, wanted: str, fits: Callable[[Any], bool]) -> Any:
         """The raw value, None when absent. Raises InvalidRequest unless it `fits`."""
@@ -237,6 +244,10 @@ def beginning(value: Any) -> str:
         if len(shown) > _MAX_SHOWN:
             return f"{shown[:_MAX_SHOWN]}..."
     return shown
+
+
+def _said(value: Any) -> Any:
+    return {key: inner for key, inner in value.items() if inner is not None} if isinstance(value, dict) else value
 
 
 def _shown_byte(error: UnicodeDecodeError) -> str:

@@ -133,7 +133,7 @@ def refuse_unserved(body: Body, table: tuple[Unserved, ...]) -> None:
     """Raises InvalidRequest for the first field of `table` that the body asks something of."""
     for entry in table:
         for name in entry.names:
-            value = body.said(name)
+            value = body.unserved(name, entry.why)
             if not is_one_of(value, entry.nothing) and not is_one_of(value, _first_of(body, entry.same_as)):
                 raise InvalidRequest.of(f"{body.where}{name}", entry.why)
 
