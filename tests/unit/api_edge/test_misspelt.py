@@ -71,6 +71,16 @@ def test_a_refused_field_is_spelt_right_and_passes_where_it_asks_for_nothing(tok
     run(check())
 
 
+def test_a_chat_s_body_is_sent_to_chats(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            error = (await http.post("/v1/completions", json={"messages": MESSAGES})).json()["error"]
+            told = "messages: is a field of /v1/chat/completions; send it there, or a prompt"
+            assert (error["param"], error["message"]) == ("messages", told)
+
+    run(check())
+
+
 def test_what_completions_and_chats_take_is_not_misspelt_where_their_tokens_are_counted(tokenizer: Tokenizer) -> None:
     paths = openapi_document("x")["paths"]
 

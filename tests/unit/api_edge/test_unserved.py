@@ -12,7 +12,8 @@ from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, run, serving
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-GOOD: dict[str, dict[str, Any]] = {COMPLETIONS: {"prompt": "the"}, CHAT: {"messages": [{"role": "user", "content": "hi"}]}}
+MESSAGES = [{"role": "user", "content": "hi"}]
+GOOD: dict[str, dict[str, Any]] = {COMPLETIONS: {"prompt": "the"}, CHAT: {"messages": MESSAGES}}
 REFUSED: list[tuple[str, Any]] = [
     ("ebnf", "root ::= 'a'"),
     ("grammar", "root ::= 'a'"),
@@ -80,7 +81,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("response_schema", {"type": "object"}),
     ("json_mode", True),
 ]
-REFUSED_IN_COMPLETIONS: list[tuple[str, Any]] = [("suffix", "x"), ("top_logprobs", 2)]
+REFUSED_IN_COMPLETIONS: list[tuple[str, Any]] = [("suffix", "x"), ("top_logprobs", 2), ("messages", MESSAGES)]
 REFUSED_IN_CHAT: list[tuple[str, Any]] = [
     ("functions", [{"name": "f"}]),
     ("function_call", {"name": "f"}),
