@@ -94,7 +94,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 async def _say_complete(command: Command, found: Summary, what: str) -> None:
     """There is nothing more to do: `what` it is. Raises ConfigError when the server, if it is there, serves another model than
-    the one that answered, or other weights."""
+    the one that answered, or other weights, or speaks no HTTP."""
     had = answered_by(command.batch.output)
     if command.server is not None and had is not None:
         async with _open_client(command) as client:

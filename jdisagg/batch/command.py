@@ -127,7 +127,7 @@ def parse_command(argv: Sequence[str]) -> Command:
 
 def _engine_config(serve_flags: Sequence[str], role: str) -> Config:
     """Of the engine in this process. Raises ConfigError, also for flags of processes that a batch is not and does not start."""
-    for name in (flag.partition("=")[0] for flag in serve_flags):
+    for name in (flag.partition("=")[0] for flag in serve_flags if flag.startswith("--")):
         known = BY_NAME.get(name.removeprefix("--").replace("-", "_"))
         if name == "--role":
             raise ConfigError(

@@ -16,12 +16,15 @@ MAX_REFETCHES = 2  # of the same token range, per stream
 UNREACHABLE = "unreachable"  # reason of a fetch: its backend's port is shut
 OUT_OF_TIME = frozenset({"timeout", "slow", "stalled"})  # reasons of a fetch: the peer may be well, its KV does not come
 _TOO_LITTLE_TIME = frozenset({"timeout", "slow"})
+_MOMENT_S = 0.25
 BY_DEADLINE = _TOO_LITTLE_TIME | {"unknown_key"}  # may be no more than that its request's time is over: P withdraws it, too
 
 
 def is_too_late(record: Inbound, piece: IncomingPiece, reason: str, now_s: float) -> bool:
-    """Whether the request's own time is over. A fetch that had no longer may be heard of a moment before the clock says so."""
-    return now_s >= record.request.deadline_s or (piece.is_hurried and reason in _TOO_LITTLE_TIME)
+    """Whether the request's own time is over. A fetch that had no longer may be heard of a moment before the clock says so;
+    what is heard long before is of an earlier one of the piece."""
+    early_s = _MOMENT_S if piece.is_hurried and reason in _TOO_LITTLE_TIME else 0.0
+    return now_s >= record.request.deadline_s - early_s
 
 
 def next_try(

@@ -114,6 +114,8 @@ class Fleet:
         silent for less than that."""
         for entry in self._entries.values():
             entry.last_seen_s = min(entry.last_seen_s + max(0.0, late_s), now_s)
+            if entry.reach.misses:
+                entry.reach.missing_since_s = min(entry.reach.missing_since_s + max(0.0, late_s), now_s)
 
     def remove(self, entry: Entry) -> None:
         """Drop one process; idempotent."""

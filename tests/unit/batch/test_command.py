@@ -185,6 +185,8 @@ def test_flags_of_processes_that_a_batch_is_not_are_refused(
 
 def test_flags_of_its_engine_are_those_of_serve(source: Path) -> None:
     command = ["--input", str(source), "--output", str(source.with_name("out.jsonl")), "--disagg"]
-    config = parse_command([*command, "--decode-tp", "2", "--block-size=8", "--local-prefill", "never"]).batch.config
+    flags = ["--decode-tp", "2", "--block-size=8", "--local-prefill", "never", "--served-model-name", "router"]
+    config = parse_command([*command, *flags]).batch.config
     assert config is not None
     assert (config.role, config.local.decode_tp, config.cache.page_size) == ("colocated", 2, 8)
+    assert config.model.served_model_name == "router"

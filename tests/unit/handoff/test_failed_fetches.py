@@ -194,6 +194,13 @@ def test_a_fetch_that_fails_while_its_request_has_time_is_a_failure_and_tried_ag
     assert only(act.Recovered, side.on_failed(H, "a", reason, 19.999)).rung == "refetch"
 
 
+def test_what_comes_late_of_an_earlier_fetch_says_nothing_of_the_time_that_the_request_has() -> None:
+    side = fetching_until(10.0)
+    side.tick(6.01)  # the first fetch is taken for lost; the second one has no more time than the request
+    assert side.is_failure(H, "a", "timeout", 7.0)
+    assert none_of(act.Fail, side.on_failed(H, "a", "timeout", 7.0))
+
+
 @pytest.mark.parametrize("reason", ["checksum", "truncated", "stalled", "connection", "unreachable", "device"])
 def test_what_breaks_on_its_way_is_a_failure_of_the_transfer_though_nobody_needs_it_any_more(reason: str) -> None:
     side = fetching_until(2.0)
