@@ -46,6 +46,7 @@ def test_fetches_that_end_with_their_request_s_time_are_neither_counted_nor_in_t
 
     def expire(self: FakeFetcher, handoff: HandoffId, peer: str, ready: ChunkReady, deadline_s: float) -> None:
         deadlines.append(deadline_s)
+        world.now_s = max(world.now_s, deadline_s - 0.1)
         self._inbox.post(PieceFailed(handoff=handoff, ready=ready, reason="timeout", detail="the deadline passed"))
 
     monkeypatch.setattr(FakeFetcher, "fetch", expire)

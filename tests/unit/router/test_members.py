@@ -108,6 +108,16 @@ def test_workers_that_decode_count_while_they_are_connected_and_heard_and_others
     assert count_draining(fleet, Role.DECODE) == 0
 
 
+def test_a_router_that_stood_still_does_not_take_that_for_heartbeats_of_a_worker_that_it_does_not_reach() -> None:
+    fleet = Fleet(dead_after_s=60.0)
+    fleet.register(MEMBER, 10.0)
+    (entry,) = fleet.entries()
+    entry.reach.misses, entry.reach.missing_since_s = 1, 10.0
+    for now_s in (12.0, 14.0):
+        fleet.forgive(1.5, now_s)
+    assert entry.last_seen_s == entry.reach.missing_since_s == 13.0
+
+
 def test_a_router_that_slept_no_longer_than_it_meant_to_excuses_nobody() -> None:
     fleet = Fleet(dead_after_s=1.0)
     fleet.register(MEMBER, 10.0)
