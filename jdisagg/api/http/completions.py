@@ -29,7 +29,7 @@ from jdisagg.api.http.parameters import (
 )
 from jdisagg.api.http.request_id import request_id_of
 from jdisagg.api.http.shapes import completion_logprobs, envelope, prompt_logprobs
-from jdisagg.api.http.unserved import COMPLETION_FIELDS, refuse_unserved
+from jdisagg.api.http.unserved import COMPLETION_FIELDS, OF_CHATS_ALONE, refuse_unserved
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import SamplingParams
 
@@ -57,6 +57,8 @@ async def answer_completion(edge: Edge, request: Request) -> Response:
 def read_completion(body: Body, defaults: SamplingParams, request_id: str) -> TextRequest:
     """The body as a TextRequest. Raises InvalidRequest naming the field."""
     refuse_unserved(body, COMPLETION_FIELDS)
+    if body.get("prompt") is None:
+        refuse_unserved(body, OF_CHATS_ALONE)
     logprobs, echo = body.integer("logprobs"), body.boolean("echo")
     sampling = read_sampling(body, defaults, logprobs=logprobs)
     if echo and logprobs is not None:

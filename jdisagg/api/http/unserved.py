@@ -109,8 +109,8 @@ COMPLETION_FIELDS = (
     *_EVERYWHERE,
     Unserved(("suffix",), "insertion is not served; leave it out"),
     Unserved(("top_logprobs",), "is a field of chat; use logprobs with a number", (None, 0)),
-    Unserved(("messages",), "is a field of /v1/chat/completions; send it there, or a prompt"),
 )
+OF_CHATS_ALONE = (Unserved(("messages",), "is a field of /v1/chat/completions; send it there, or a prompt"),)  # without one
 CHAT_FIELDS = (
     *_EVERYWHERE,
     Unserved(("functions",), "use tools, which replaced it"),

@@ -77,6 +77,8 @@ def test_a_chat_s_body_is_sent_to_chats(tokenizer: Tokenizer) -> None:
             error = (await http.post("/v1/completions", json={"messages": MESSAGES})).json()["error"]
             told = "messages: is a field of /v1/chat/completions; send it there, or a prompt"
             assert (error["param"], error["message"]) == ("messages", told)
+            both = {"prompt": "x", "messages": MESSAGES}
+            assert (await http.post("/v1/completions", json=both)).status_code == 200
 
     run(check())
 

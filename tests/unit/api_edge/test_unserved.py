@@ -81,7 +81,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("response_schema", {"type": "object"}),
     ("json_mode", True),
 ]
-REFUSED_IN_COMPLETIONS: list[tuple[str, Any]] = [("suffix", "x"), ("top_logprobs", 2), ("messages", MESSAGES)]
+REFUSED_IN_COMPLETIONS: list[tuple[str, Any]] = [("suffix", "x"), ("top_logprobs", 2)]
 REFUSED_IN_CHAT: list[tuple[str, Any]] = [
     ("functions", [{"name": "f"}]),
     ("function_call", {"name": "f"}),
