@@ -96,7 +96,7 @@ def test_a_platform_whose_package_is_not_installed_is_one_line_that_says_what_br
         serve_devices.usable_devices(load_config(["--role", "unified"]))
 
 
-@pytest.mark.parametrize(("platforms", "library"), [("tpu", "/opt/libtpu.so"), ("rocm", ""), ("", "")])
+@pytest.mark.parametrize(("platforms", "library"), [("tpu", "/srv/libtpu.so"), ("rocm", ""), ("", "")])
 def test_what_jax_says_stands_where_no_package_of_ours_is_missing(
     platforms: str, library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
