@@ -69,9 +69,13 @@ def _largest(holds: Callable[[jax.Array], jax.Array], shape: tuple[int, ...]) ->
 
     def unrolled(best: jax.Array) -> jax.Array:
         for shift in range(30, -1, -2):
-            candidates = best[:, None] | (jnp.arange(1, 4, dtype=jnp.uint32) << shift)[None, :]
-            best |= jax.vmap(holds, 1, 1)(candidates).sum(axis=1, dtype=jnp.uint32) << shift
+            best = two_bits(best, jnp.uint32(shift))
         return best
+
+    @jax.jit  # traced once, wherever it is called; XLA inlines it
+    def two_bits(best: jax.Array, shift: jax.Array) -> jax.Array:
+        candidates = best[:, None] | (jnp.arange(1, 4, dtype=jnp.uint32) << shift)[None, :]
+        return best | jax.vmap(holds, 1, 1)(candidates).sum(axis=1, dtype=jnp.uint32) << shift
 
     return lax.platform_dependent(jnp.zeros(shape, jnp.uint32), cuda=unrolled, default=looped)
 

@@ -83,10 +83,17 @@ def _best(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     host would wait for every step, wanted or not (see `filters`)."""
     left, found = ordered(logits), []  # no number's key is 0: not that of -inf either, so none is taken twice
     for _ in range(min(MAX_LOGPROBS, logits.shape[-1])):
-        found.append(jnp.argmax(left, axis=-1, keepdims=True).astype(jnp.int32))
-        left = jnp.where(lax.broadcasted_iota(jnp.int32, logits.shape, 1) == found[-1], jnp.uint32(0), left)
+        one, left = _without_best(left)
+        found.append(one)
     top_ids = jnp.concatenate(found, axis=1)
     return jnp.take_along_axis(logits, top_ids, axis=1), top_ids
+
+
+@jax.jit
+def _without_best(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The id i32[R, 1] of the largest of keys u32[R, V], and the keys with 0 in its place."""
+    best = jnp.argmax(keys, axis=-1, keepdims=True).astype(jnp.int32)
+    return best, jnp.where(lax.broadcasted_iota(jnp.int32, keys.shape, 1) == best, jnp.uint32(0), keys)
 
 
 def score_if(wanted: jax.Array, logits: jax.Array, chosen: jax.Array) -> Logprobs:
