@@ -23,7 +23,7 @@ from jdisagg.core.looks import Looks
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.credit import Credit, window_bytes_of
 from jdisagg.handoff.messages import Ack, ChunkReady, Declined, HandoffId, Lending, Want
-from jdisagg.handoff.refetch import BY_DEADLINE
+from jdisagg.handoff.refetch import BY_DEADLINE, is_over
 from jdisagg.handoff.spans import Spans
 
 STALL_S = 1.0
@@ -174,7 +174,7 @@ class Borrower:
         record = self._live.get(handoff)
         if record is None or key not in record.pieces:
             return False
-        return not record.is_hurried or (reason == "unknown_key" and now_s < record.deadline_s)
+        return not record.is_hurried or not is_over(record.deadline_s, reason, now_s, is_hurried=True)
 
     def on_failed(self, handoff: HandoffId, key: str, reason: str) -> list[BorrowerAction]:
         """The piece did not arrive: once more, unless D does not know it; computing is the cure for everything else."""

@@ -21,10 +21,15 @@ BY_DEADLINE = _TOO_LITTLE_TIME | {"unknown_key"}  # may be no more than that its
 
 
 def is_too_late(record: Inbound, piece: IncomingPiece, reason: str, now_s: float) -> bool:
-    """Whether the request's own time is over. A fetch that had no longer may be heard of a moment before the clock says so;
-    what is heard long before is of an earlier one of the piece."""
-    early_s = _MOMENT_S if piece.is_hurried and reason in _TOO_LITTLE_TIME else 0.0
-    return now_s >= record.request.deadline_s - early_s
+    """Whether the request's own time is over; see `is_over`."""
+    return is_over(record.request.deadline_s, reason, now_s, is_hurried=piece.is_hurried)
+
+
+def is_over(deadline_s: float, reason: str, now_s: float, *, is_hurried: bool) -> bool:
+    """Whether the time of a request, until `deadline_s`, is over when its fetch ends. One that had no longer (`is_hurried`)
+    may be heard of a moment before the clock says so; what is heard long before is of an earlier one of the piece."""
+    early_s = _MOMENT_S if is_hurried and reason in _TOO_LITTLE_TIME else 0.0
+    return now_s >= deadline_s - early_s
 
 
 def next_try(

@@ -185,6 +185,15 @@ def test_a_fetch_that_ends_with_its_request_s_time_is_no_failure_of_the_transfer
     assert side.is_failure(H, "a", reason, 5.9) == too_late, "nobody waits for it any more"
 
 
+@pytest.mark.parametrize("reason", ["timeout", "slow"])
+def test_what_comes_early_of_a_hurried_fetch_is_of_an_earlier_one_and_a_failure(reason: str) -> None:
+    side = Borrower(CONFIG, bytes_per_token=BPT)
+    side.start(H, "r#1", LENDING, (2, 11), 6.0)
+    side.on_reserved("r#1", 5.0)
+    side.on_message(H, ready("a", 2, 6), 5.1)
+    assert side.is_failure(H, "a", reason, 5.5)
+
+
 @pytest.mark.parametrize("reason", ["timeout", "slow", "unknown_key", "checksum"])
 def test_a_fetch_of_a_request_that_has_time_is_a_failure_when_it_fails(reason: str) -> None:
     side = borrower()

@@ -31,7 +31,9 @@ class Counted:
     def write(self, kv: KVGroup, layer: Any, k: jax.Array, v: jax.Array, batch: TokenBatch) -> KVGroup:
         return replace(kv, data=kv.data.at[layer].set(layer))
 
-    def attend(self, q: jax.Array, kv: KVGroup, layer: Any, batch: TokenBatch, *, scale: float, window: int | None) -> jax.Array:
+    def attend(
+        self, q: jax.Array, kv: KVGroup, layer: Any, batch: TokenBatch, *, scale: float, window: int | None
+    ) -> jax.Array:
         self.windows.append(window)
         return q
 
@@ -50,7 +52,9 @@ def test_layers_that_are_alike_are_traced_once_and_each_has_its_own_place_in_the
         page_tables=zeros[:, None],
         rows=rows_of_tokens(zeros, zeros == 0),
     )
-    kv, _ = jax.jit(DecoderModel(spec, ops, LayerLoop.UNROLLED).forward)(params, (KVGroup(jnp.zeros(NUM_LAYERS, jnp.int32)),), batch)
+    kv, _ = jax.jit(DecoderModel(spec, ops, LayerLoop.UNROLLED).forward)(
+        params, (KVGroup(jnp.zeros(NUM_LAYERS, jnp.int32)),), batch
+    )
     assert kv[0].data.tolist() == list(range(NUM_LAYERS))
     assert len(ops.windows) == len(set(windows))
     assert set(ops.windows) == set(windows)
