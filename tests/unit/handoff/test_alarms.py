@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jdisagg.handoff.alarms import MOST_SPARE, Alarms
@@ -13,6 +13,7 @@ STEPS = st.tuples(st.sampled_from(["set", "set", "drop", "take"]), st.sampled_fr
 
 
 @given(st.lists(STEPS, max_size=40))
+@example([("set", "a", 1), ("set", "a", 9), ("take", "a", 2)])
 def test_each_key_is_taken_at_the_soonest_of_its_times(steps: list[tuple[str, str, int]]) -> None:
     alarms, soonest, now_s = Alarms[str](), dict[str, float](), 0.0
     for kind, key, number in steps:
