@@ -13,9 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdisagg.core.config import LayerLoop
 from jdisagg.engine import state as slots
-from jdisagg.engine.executables import Executable, Operand, executables
+from jdisagg.engine.executables import Executable, executables
 from jdisagg.engine.functions import jit_functions
 from jdisagg.engine.ops import choose_ops
+from jdisagg.engine.signatures import Operand
 from jdisagg.engine.sizing import EngineSizes
 from jdisagg.kv.group import KVGroup
 from jdisagg.kv.layout import KVLayout, choose_layout

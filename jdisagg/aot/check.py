@@ -19,7 +19,8 @@ from jdisagg.aot.report import EngineReport, Report, limits, needed_by, sharing_
 from jdisagg.aot.roofline import Roofline, workloads
 from jdisagg.core.config import Config, Numerics
 from jdisagg.core.requests import Role
-from jdisagg.engine.executables import STATE_UPDATES, Executable, executables
+from jdisagg.engine.executables import Executable, executables
+from jdisagg.engine.signatures import STATE_UPDATES
 from jdisagg.engine.sizing import EngineSizes
 from jdisagg.models.form import choose_dtypes, choose_layer_loop
 from jdisagg.models.resolve import read_model_config

@@ -19,7 +19,8 @@ from jdisagg.aot.hlo import parse
 from jdisagg.aot.thunks import compile_with_list, led
 from jdisagg.core.config import LayerLoop
 from jdisagg.core.platforms import GPU_PLATFORMS
-from jdisagg.engine.executables import MODEL_STEPS, Executable, Operand
+from jdisagg.engine.executables import Executable
+from jdisagg.engine.signatures import MODEL_STEPS, Operand
 
 PROBE_LAYERS = (2, 3)  # of a model whose unrolled layers are not all compiled
 _MOST_LAYERS = 8  # that are all compiled when unrolled

@@ -13,7 +13,7 @@ from jdisagg.aot.compiled import CompiledStep
 from jdisagg.aot.remedies import Remedy
 from jdisagg.aot.roofline import StepTime
 from jdisagg.core.config import Config
-from jdisagg.engine.executables import MODEL_STEPS
+from jdisagg.engine.signatures import MODEL_STEPS
 from jdisagg.kv.pool import MIN_PAGES
 from jdisagg.models.spec import ModelSpec
 

@@ -19,6 +19,7 @@ from jdisagg.engine import state as slots
 from jdisagg.engine.batches import ExactBatch, PrefillBatch
 from jdisagg.engine.functions import jit_functions
 from jdisagg.engine.sampler import Logprobs
+from jdisagg.engine.signatures import SIGNATURES, Operand
 from jdisagg.engine.steps import PrefillOut, StepOut
 from jdisagg.kv.group import KVGroup
 from jdisagg.kv.layout import KVLayout
@@ -59,6 +60,10 @@ class Device:
         ):
             self._state = jax.block_until_ready(jax.jit(new_state, out_shardings=self.whole)())
         self._functions = jit_functions(model, layout, mesh, hidden_rows=shape.prefill_tokens)
+
+    def lower(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        """A `jax.stages.Lowered` of a function, whose call with the same host arguments runs what that compiles to."""
+        return self._functions[name].lower(*map(self._operand, SIGNATURES[name].takes), *arguments)
 
     def prefill(self, batch: PrefillBatch) -> PrefillOut:
         """Run one prefill bucket."""
@@ -111,6 +116,22 @@ class Device:
         """Zeros in the shape and sharding of what a prefill bucket leaves."""
         hidden = self._model.abstract_hidden(self._params, self.shape.prefill_tokens)
         return jax.device_put(np.zeros(hidden.shape, hidden.dtype), self.whole)
+
+    def _operand(self, operand: Operand) -> Any:
+        """To be looked at, not kept: what is donated does not outlive the next call."""
+        match operand:
+            case Operand.PARAMS:
+                return self._params
+            case Operand.STATE:
+                return self._state
+            case Operand.POOL | Operand.GROUP:
+                kv = self.pool.take()
+                self.pool.put(kv)
+                return kv if operand is Operand.POOL else kv[0]
+            case Operand.HIDDEN:
+                return self.empty_hidden()
+            case Operand.PIECE:
+                return self.empty_piece()
 
     def _step(self, name: str, batch: Any) -> Any:
         kv, self._state, out = self._functions[name](self._params, self.pool.take(), self._state, batch)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any
 
 import numpy as np
@@ -14,38 +13,7 @@ from jdisagg.engine.buckets import EXACT_ROWS, SCORE_ROWS
 from jdisagg.engine.device import DeviceShape
 from jdisagg.engine.packing import empty_exact, empty_prefill, empty_score
 from jdisagg.engine.runner import RunnerShape
-
-
-class Operand(Enum):
-    """What lies on the device."""
-
-    PARAMS = auto()
-    POOL = auto()  # cache of all KV groups
-    GROUP = auto()  # cache of one
-    STATE = auto()
-    HIDDEN = auto()  # that a prefill step left
-    PIECE = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """What a function takes before its host arguments, in order, and what of it the result may take over."""
-
-    takes: tuple[Operand, ...]
-    donates: tuple[Operand, ...] = ()
-
-
-_STEP = Signature((Operand.PARAMS, Operand.POOL, Operand.STATE), donates=(Operand.POOL, Operand.STATE))
-_UPDATE = Signature((Operand.STATE,), donates=(Operand.STATE,))
-MODEL_STEPS = ("prefill", "decode", "exact")  # run the layers
-STATE_UPDATES = ("admit", "append", "history", "allow")  # small
-SIGNATURES: Mapping[str, Signature] = {
-    **dict.fromkeys(MODEL_STEPS, _STEP),
-    **dict.fromkeys(STATE_UPDATES, _UPDATE),
-    "score": Signature((Operand.PARAMS, Operand.HIDDEN)),
-    "export": Signature((Operand.GROUP,)),
-    "import": Signature((Operand.GROUP, Operand.PIECE), donates=(Operand.GROUP,)),
-}
+from jdisagg.engine.signatures import SIGNATURES, Signature
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from jdisagg.roles.inbox import Inbox
 from jdisagg.roles.streams import Streams
 from jdisagg.sched.log import make_scheduler
 from jdisagg.sched.scheduler import Scheduler
+from jdisagg.serve.cores import usable_cores
 from jdisagg.serve.grammars import grammars_of
 from jdisagg.text.grammar import Grammars
 from jdisagg.text.tokenizer import Tokenizer
@@ -124,7 +125,7 @@ def build_core(
         *(role.value, config.model.model, loaded_s - started_s, tp, devices[0].device_kind, devices[0].platform),
         *(runner.num_pages - 1, runner.page_size, runner.max_model_len),
     )
-    warmed = warm_up(runner)
+    warmed = warm_up(runner, num_cores=usable_cores())
     log.info("%s: %d executables compiled and run in %.1f s", role.value, len(warmed), monotonic() - loaded_s)
     host_tokens = config.scheduler.host_kv_bytes // loaded.spec.kv_spec(loaded.kv_dtype).bytes_per_token
     with wants_memory(NO_ROOM):

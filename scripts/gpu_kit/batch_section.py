@@ -15,7 +15,6 @@ from typing import Any
 import httpx
 from bench_kit.model import Prompts
 
-from gpu_kit.compile_ahead import compile_ahead
 from gpu_kit.ending import with_our_pid
 from gpu_kit.findings import Findings
 from gpu_kit.setting import Setting
@@ -30,7 +29,6 @@ from jdisagg.text.tokenizer import Tokenizer
 
 THEIR_MODULES = ("torch", "transformers", "accelerate")
 THEIR_SHARE = 0.5  # of the section's time
-AHEAD_SHARE = 0.6  # of what is left then
 PATIENCE_S = 30.0
 OK = 200
 BEGINNING = 8  # characters of an answer: behind its first token, which prompts give alone
@@ -123,7 +121,6 @@ async def _ours(setting: Setting, directory: Path, asked: list[list[int]], dummy
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     batch = Batch(input=source, output=output, max_concurrency=len(asked))
     timeout, config = httpx.Timeout(max(5.0, setting.clock.left_s()), connect=10.0), _config(setting, directory, dummy)
-    compile_ahead(config, AHEAD_SHARE * setting.clock.left_s())
     async with open_local(config, timeout) as client:
         sender = Sender(client, patience_s=PATIENCE_S)
         served = await served_model(sender)

@@ -21,7 +21,8 @@ from jdisagg.aot.table import render
 from jdisagg.core.config import CacheConfig, Config, LayerLoop, LocalConfig, ModelConfig, Numerics, SchedulerConfig
 from jdisagg.core.requests import Role
 from jdisagg.engine.build import make_runner
-from jdisagg.engine.executables import STATE_UPDATES, executables
+from jdisagg.engine.executables import executables
+from jdisagg.engine.signatures import STATE_UPDATES
 from jdisagg.engine.sizing import size_engine
 from jdisagg.models.resolve import read_model_config
 from jdisagg.models.spec import ModelSpec

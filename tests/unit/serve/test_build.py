@@ -83,7 +83,7 @@ def test_engines_of_one_process_between_which_there_is_no_room_for_a_piece_end_t
 
 
 def test_an_engine_that_has_no_room_to_try_its_steps_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_core, "warm_up", lambda runner: [])
+    monkeypatch.setattr(engine_core, "warm_up", lambda runner, **_: [])
     monkeypatch.setattr(engine_core, "measure_retraction_cost", refuse)
     config = replace(CONFIG, cache=CacheConfig(num_pages=100), scheduler=SchedulerConfig(host_kv_bytes=2**20))
     with pytest.raises(NoMemory, match=NO_PIECE):
@@ -95,7 +95,7 @@ def test_host_memory_is_used_where_the_way_out_and_back_is_not_slower_than_compu
     copy_s_per_token: float, is_used: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cost = RetractionCost(copy_s_per_token=copy_s_per_token, recompute_s_per_token=4.0)
-    monkeypatch.setattr(engine_core, "warm_up", lambda runner: [])
+    monkeypatch.setattr(engine_core, "warm_up", lambda runner, **_: [])
     monkeypatch.setattr(engine_core, "measure_retraction_cost", lambda runner: cost)
     config = replace(CONFIG, cache=CacheConfig(num_pages=100), scheduler=SchedulerConfig(host_kv_bytes=2**20))
     with caplog.at_level("INFO"):
