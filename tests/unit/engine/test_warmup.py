@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import jax
 import pytest
 
-from jdisagg.core.config import CacheConfig, Config
+from jdisagg.core.config import CacheConfig, Config, SchedulerConfig
 from jdisagg.core.errors import NoMemory
 from jdisagg.core.requests import Role
 from jdisagg.engine import warmup
@@ -20,7 +20,10 @@ from tests.unit.engine.support import load
 
 @pytest.fixture
 def runner() -> ModelRunner:
-    return make_runner(*load(), Config(cache=CacheConfig(page_size=4, num_pages=8)), Role.UNIFIED)
+    config = Config(
+        cache=CacheConfig(page_size=4, num_pages=8), scheduler=SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=64)
+    )
+    return make_runner(*load(), config, Role.UNIFIED)
 
 
 def test_a_step_for_which_no_memory_is_left_is_named_with_what_to_lower(

@@ -109,3 +109,8 @@ def test_hello_says_which_build_a_worker_runs() -> None:
     facts: dict[str, Any] = {"worker": "w", "epoch": "e", "kv_spec": None, "grammar_kinds": frozenset(), "bits": ""}
     core: Any = SimpleNamespace(loaded=SimpleNamespace(fingerprint="f", fingerprint_parts=()), config=CONFIG, **facts)
     assert Core.identity(core, ()).build == package_version()
+
+
+def test_programs_are_compiled_beside_each_other_for_accelerators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_core, "usable_cores", lambda: 6)
+    assert [engine_core._cores_to_compile(platform) for platform in ("cpu", "tpu", "gpu", "cuda")] == [1, 6, 6, 6]
