@@ -23,7 +23,10 @@ from jdisagg.core.config import Config
 from jdisagg.core.errors import ConfigError
 
 # what answers depend on
-_ANSWERING = ("model", "load_format", "dtype", "kv_cache_dtype", "max_model_len", "numerics", "tool_call_parser")
+_ANSWERING = (
+    *("model", "load_format", "dtype", "kv_cache_dtype", "max_model_len", "numerics"),
+    *("tool_call_parser", "reasoning_parser"),
+)
 _INPUT = "input_sha256"
 _JOURNAL = 3  # the form of journals: lines of form 1 do not name their batch, the CRC32 of form 2 says nothing of the number
 Finished = tuple[int, dict[str, Any]]  # input line number, output line

@@ -69,6 +69,11 @@ class ModelConfig:
         "how the model writes tool calls of its own accord; auto = as its chat template does; none = they stay text",
         choices=("auto", "none", "hermes", "llama3_json", "mistral"),
     )
+    reasoning_parser: str = _flag(
+        "auto",
+        "how the model writes what it thinks; auto = <think>..</think> where these are tokens of it; none = it stays content",
+        choices=("auto", "none", "deepseek_r1"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

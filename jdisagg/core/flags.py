@@ -17,11 +17,11 @@ ROLES = ("unified", "prefill", "decode", "colocated", "router", "local")
 ENGINE_SECTIONS = ("model", "cache", "scheduler", "transfer", "device")
 _OF_ROUTERS_TOO = frozenset(
     (
-        *("model", "served_model_name", "tool_call_parser"),
+        *("model", "served_model_name", "tool_call_parser", "reasoning_parser"),
         *("heartbeat_s", "dead_after_s", "lease_s", "cpu_affinity"),
     )
 )
-_OF_TEXT = frozenset(("tool_call_parser",))  # which prefill workers make none of
+_OF_TEXT = frozenset(("tool_call_parser", "reasoning_parser"))  # which prefill workers make none of
 
 
 @dataclass(frozen=True, slots=True)

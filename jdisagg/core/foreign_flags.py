@@ -51,7 +51,7 @@ _ITS_DEFAULTS = (
 )
 _ITS_TEMPLATE = "the model's directory has it, as chat_template.jinja or in tokenizer_config.json; write it there"
 _ITS_REVISION = "the newest one is taken, or what the Hub cache has; download another one and give its directory as --model"
-_THOUGHTS = "thoughts stay part of content, and are not split off; leave it out"
+_THOUGHTS = "what a model thinks is split off wherever --reasoning-parser finds it; leave it out"
 _GRAMMARS = "grammars are compiled by llguidance alone; leave it out"
 _BLANKS = "a schema says it, by its own key x-guidance; leave it out"
 _ADAPTERS = "adapters are not served; merge them into the model"
@@ -102,7 +102,7 @@ _NOTHING = {
     "--default-chat-template-kwargs": "requests bring chat_template_kwargs; where all want the same, write it in the template",
     "--tokenizer": "the tokenizer is that of --model; leave it out",
     "--tokenizer-mode": "the tokenizer is the tokenizer.json of --model; leave it out",
-    **dict.fromkeys(("--reasoning-parser", "--enable-reasoning"), _THOUGHTS),
+    "--enable-reasoning": _THOUGHTS,
     **dict.fromkeys(("--guided-decoding-backend", "--structured-outputs-config", "--grammar-backend"), _GRAMMARS),
     **dict.fromkeys(("--constrained-json-whitespace-pattern", "--constrained-json-disable-any-whitespace"), _BLANKS),
     **dict.fromkeys(("--enable-lora", "--lora-modules", "--lora-paths"), _ADAPTERS),
@@ -134,17 +134,22 @@ _NOTHING = {
 
 _HALF = "float16 overflows where bfloat16 does not; write bfloat16"
 _FLOAT8 = "KV of eight bits is int8 here"
+_THINK_TAGS = ("qwen3", "qwen3-thinking", "deepseek-r1", "deepseek_v3", "deepseek-v3", "glm45", "holo2", "olmo3", "basic")
 _TRANSFERS = "leave it out: auto takes the best one that both workers have"
 _VALUES = {  # by the name of a setting of ours
     "tool_call_parser": {
         **dict.fromkeys(("qwen", "qwen25", "qwen2_5", "qwen3"), "it is called hermes here"),
         **dict.fromkeys(("llama3", "llama3.1", "llama", "llama4_json"), "it is called llama3_json here"),
     },
+    "reasoning_parser": dict.fromkeys(_THINK_TAGS, "it is called deepseek_r1 here, which reads <think>..</think>"),
     "dtype": dict.fromkeys(("float16", "half", "fp16"), _HALF) | dict.fromkeys(("float", "fp32"), "it is called float32 here"),
     "kv_cache_dtype": dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2"), _FLOAT8),
     "kv_transfer_backend": dict.fromkeys(("nixl", "NixlConnector", "mooncake", "MooncakeConnector", "ascend"), _TRANSFERS),
 }
-_OTHER_VALUES = {"tool_call_parser": "calls in another format stay text: leave it out, and force calls by tool_choice"}
+_OTHER_VALUES = {
+    "tool_call_parser": "calls in another format stay text: leave it out, and force calls by tool_choice",
+    "reasoning_parser": "thoughts in another format stay part of content: leave it out",
+}
 
 
 def value_advice(name: str, value: object) -> str:

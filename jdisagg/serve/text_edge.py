@@ -13,6 +13,7 @@ from jdisagg.api.generation.grammar_gate import GrammarGate
 from jdisagg.api.generation.sampling_bounds import check_ranges
 from jdisagg.api.generation.token_engine import TokenEngine
 from jdisagg.api.http.call_format import choose_call_format
+from jdisagg.api.http.thoughts import choose_marks
 from jdisagg.core.config import ModelConfig, ServerConfig
 from jdisagg.core.errors import ConfigError, InvalidRequest
 from jdisagg.core.metrics import Metrics
@@ -59,6 +60,7 @@ def make_edge(
         source=model.model,
         grammars=grammars,
         call_format=choose_call_format(model.tool_call_parser, text.tokenizer.chat),
+        thought_marks=choose_marks(model.reasoning_parser, text.tokenizer),
     )
 
 

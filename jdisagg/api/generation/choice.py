@@ -195,6 +195,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int | None = None  # of the completion; None = not told from the rest
 
 
 @dataclass(kw_only=True, slots=True)
@@ -232,6 +233,7 @@ class Transcript:
         """`num_choices` = prompts times `n`. "text": tokens and their text, but no log-probabilities; "counts": what usage and
         provenance need."""
         self.fingerprint: str | None = None  # of the latest delta that has one
+        self.num_thought: int | None = None  # tokens, as the reader of the text has found them; None = it looks for none
         self.choices = [ChoiceResult(index=index) for index in range(num_choices)]
         self._n = n
         self._num_prompt_tokens = num_prompt_tokens
@@ -266,7 +268,7 @@ class Transcript:
     @property
     def usage(self) -> Usage:
         """Counts so far; a prompt counts once however many choices it has."""
-        return Usage(self._num_prompt_tokens, self._completion_tokens, self._cached_tokens)
+        return Usage(self._num_prompt_tokens, self._completion_tokens, self._cached_tokens, self.num_thought)
 
     def _found(self, choice: ChoiceResult, cached_tokens: int) -> None:
         """The choice that came to a worker first found what was cached; its siblings may find all of the prompt."""

@@ -31,6 +31,7 @@ from jdisagg.core.fleet import ModelCard
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, SamplingParams
 from jdisagg.text.calls.format import ModelFormat
+from jdisagg.text.thoughts import ThoughtMarks
 from jdisagg.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -57,17 +58,19 @@ class Edge:
         source: str | None = None,
         grammars: GrammarGate | None = None,
         call_format: ModelFormat | None = None,
+        thought_marks: ThoughtMarks | None = None,
     ) -> None:
         """`default_deadline_s` runs from arrival. `defaults`: the model's own for parameters a client leaves out,
         `max_new_tokens` for the length of an answer. `metrics`: where requests are counted that no engine sees. `source`: what
         the tokenizer was loaded by, a directory or a Hub id, which benchmarks load theirs by, too. `grammars`: None = the
         tokenizer is none that answers can be constrained for. `call_format`: of tool calls in answers; None = they stay
-        text."""
+        text. `thought_marks`: of thoughts; None = they stay content."""
         self._engine = engine
         self.source = source
         self.tokenizer = tokenizer
         self.defaults = defaults
         self.call_format = call_format
+        self.thought_marks = thought_marks
         self._max_new_tokens = max_new_tokens
         self._default_deadline_s = default_deadline_s
         self._draw_seed = draw_seed

@@ -49,6 +49,8 @@ def read_offer(body: Body, edge: Edge) -> Offer | None:
 class TextReader:
     """Of a choice that is its text."""
 
+    is_text = is_plain = True  # there is nothing but content; it is the text as it comes
+
     def __init__(self, outcome: str | None) -> None:
         """`outcome`: as in CallsReader; None where no tools were offered."""
         self.nothing: str | None = ""
@@ -69,6 +71,8 @@ class TextReader:
 
 class CallsReader:
     """Of one choice: its whole text in, or the texts of its deltas; content and calls out, in OpenAI's form."""
+
+    is_text = is_plain = False
 
     def __init__(self, offer: Offer) -> None:
         self.nothing: str | None = None if offer.is_forced else ""  # the content of a chunk that has nothing to tell

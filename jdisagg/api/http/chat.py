@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -18,12 +18,13 @@ from jdisagg.api.generation.intake import Job, TextRequest
 from jdisagg.api.http.answer_json import LONG_IDS, PlainChunks, long_event, whole_response
 from jdisagg.api.http.body import Body, read_body
 from jdisagg.api.http.call_grammars import with_forced, with_free_calls
-from jdisagg.api.http.calls import MessageReader, TextReader, read_offer, reader_of
+from jdisagg.api.http.calls import read_offer, reader_of
 from jdisagg.api.http.connection import Event, open_stream, while_connected
 from jdisagg.api.http.messages import render_prompt
 from jdisagg.api.http.parameters import LENGTH, ResponseOptions, admit, read_options, read_request, read_sampling, read_timeout
 from jdisagg.api.http.request_id import request_id_of
 from jdisagg.api.http.shapes import chat_logprobs, envelope, prompt_logprobs
+from jdisagg.api.http.thoughts import ChatReader, ThoughtsReader, read_thinking, with_thought, with_thoughts
 from jdisagg.api.http.unserved import CHAT_FIELDS, refuse_unserved
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import MAX_LOGPROBS
@@ -55,22 +56,25 @@ async def answer_chat(edge: Edge, request: Request) -> Response:
 
 def read_chat(
     body: Body, edge: Edge, num_top: int | None, request_id: str, arrived_s: float
-) -> tuple[TextRequest, Callable[[], MessageReader]]:
+) -> tuple[TextRequest, Callable[[], ChatReader]]:
     """The body as a TextRequest, and what makes readers for its answers; a long one takes a while. Raises InvalidRequest naming
     the field."""
     refuse_unserved(body, CHAT_FIELDS)
     offer, prompt = read_offer(body, edge), render_prompt(body, edge.tokenizer.chat)
     body.names["prompt"] = "messages"
     sampling = with_forced(read_sampling(body, edge.defaults, logprobs=num_top), body)
-    sampling = with_free_calls(sampling, body, edge)
+    thinking = read_thinking(body, edge, prompt)
+    sampling = with_thought(with_free_calls(sampling, body, edge), thinking, body, edge)
     request = read_request(body, request_id, (prompt,), sampling, add_special_tokens=False)  # the template writes BOS and EOS
     if request.max_tokens is not None and request.max_tokens < 1:  # intake would advise to echo the prompt, which a chat cannot
         name = body.names.get(LENGTH, LENGTH)
         raise InvalidRequest.of(name, f"must be at least 1; got {request.max_tokens}")
     body.refuse_misspelt()
     shown = () if offer is None else tuple(offer.hidden)
+    if thinking is not None and thinking.is_split:
+        shown += thinking.marks.special
     conversion = replace(request.conversion, shown=shown)
-    return replace(request, conversion=conversion, arrived_s=arrived_s), reader_of(body, offer)
+    return replace(request, conversion=conversion, arrived_s=arrived_s), with_thoughts(reader_of(body, offer), thinking)
 
 
 def _read_top_logprobs(body: Body) -> int | None:
@@ -103,7 +107,7 @@ class _Answer:
         *,
         num_top: int | None,
         num_prompt_top: int | None,
-        make_reader: Callable[[], MessageReader],
+        make_reader: Callable[[], ChatReader],
     ) -> None:
         self._edge = edge
         self._job = job
@@ -112,12 +116,14 @@ class _Answer:
         self._num_prompt_top = num_prompt_top
         self._readers = [make_reader() for _ in job.requests]  # one per choice
         self._nothing = self._readers[0].nothing
-        self._is_text = isinstance(self._readers[0], TextReader)
+        self._is_text = self._readers[0].is_text
+        self._tells_thoughts = isinstance(self._readers[0], ThoughtsReader) and self._readers[0].is_countable
         card = edge.card  # a router looks through its fleet for it
         self._envelope = partial(envelope, request_id=job.request_id, created=int(time.time()), card=card)
 
     def whole(self, transcript: Transcript) -> dict[str, Any]:
         """The response of a request that does not stream."""
+        transcript.num_thought = 0 if self._tells_thoughts else None
         choices = []
         for choice in transcript.choices:
             shown: dict[str, Any] = {
@@ -131,6 +137,7 @@ class _Answer:
                 shown["token_ids"] = list(choice.token_ids)
             choices.append(shown)
             self._count(choice.index)
+            self._count_thought(transcript, choice.index, choice.token_ids)
         answer = self._envelope("chat.completion", choices, transcript.fingerprint)
         if self._options.return_token_ids:
             answer["prompt_token_ids"] = self._job.requests[0].prompt_token_ids
@@ -147,9 +154,12 @@ class _Answer:
     async def events(self) -> AsyncGenerator[Event]:
         """The chunks of a request that streams: the role first, then text, then a finish reason for each choice."""
         transcript = self._edge.transcript(self._job, keep="counts")
+        transcript.num_thought = 0 if self._tells_thoughts else None
         plain = None
         if self._num_top is None and self._is_text and not self._options.shows_more:
-            plain = PlainChunks(lambda delta: self._options.with_usage(self._text_chunk(delta, self._news(delta)), transcript))
+            plain = PlainChunks(
+                lambda delta: self._options.with_usage(self._text_chunk(delta, {"content": delta.text}), transcript)
+            )
         opened: set[int] = set()
         async with aclosing(self._edge.stream(self._job)) as deltas:
             async for delta in deltas:
@@ -160,9 +170,12 @@ class _Answer:
                     yield await self._edge.beside(partial(long_event, first)) if is_long else first
                     opened.add(delta.index)
                 shows_tokens = self._options.return_token_ids and delta.token_ids
-                if plain is not None and (chunk := plain.chunk(delta, delta.fingerprint)) is not None:
+                chunk = None
+                if plain is not None and self._readers[delta.index].is_plain:
+                    chunk = plain.chunk(delta, delta.fingerprint)
+                if chunk is not None:
                     yield chunk
-                elif (news := self._news(delta)) or delta.logprobs or shows_tokens:
+                elif (news := self._news(delta, transcript)) or delta.logprobs or shows_tokens:
                     yield self._options.with_usage(self._text_chunk(delta, news), transcript)
                 if delta.finish is not None:
                     self._count(delta.index)
@@ -177,9 +190,16 @@ class _Answer:
             event["prompt_token_ids"] = self._job.requests[0].prompt_token_ids
         return event
 
-    def _news(self, delta: Delta) -> dict[str, Any]:
+    def _news(self, delta: Delta, transcript: Transcript) -> dict[str, Any]:
         """What its text adds to the message; empty: nothing."""
-        return self._readers[delta.index].news(delta.text, is_last=delta.finish is not None)
+        news = self._readers[delta.index].news(delta.text, is_last=delta.finish is not None)
+        self._count_thought(transcript, delta.index, delta.token_ids)
+        return news
+
+    def _count_thought(self, transcript: Transcript, index: int, token_ids: Sequence[int]) -> None:
+        reader = self._readers[index]
+        if isinstance(reader, ThoughtsReader) and transcript.num_thought is not None:
+            transcript.num_thought += reader.count(token_ids)
 
     def _text_chunk(self, delta: Delta, news: dict[str, Any]) -> dict[str, Any]:
         event = self._chunk(delta, news or {"content": self._nothing}, logprobs=self._logprobs(delta.logprobs))

@@ -30,6 +30,7 @@ from jdisagg.text.schema_comments import uncommented
 MAX_CHOICES = 1000
 MAX_ALLOWED = 2**18  # token ids; to sort a million holds everybody up
 GRAMMAR = "grammar"  # as intake calls the field
+ALLOWED_TOKENS = "allowed_token_ids"
 RESPONSE_FORMAT = "response_format"  # of answers in text: calls are beside it
 _OBJECT = {"type": "object"}
 _ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
@@ -62,7 +63,7 @@ def _read_all(body: Body) -> dict[str, Grammar]:
     found |= {f"structured_outputs.{name}": grammar for name, grammar in _structured_outputs(body).items()}
     found |= {f"guided_{name}": read(body, f"guided_{name}") for name, read in _READERS.items()}
     found |= {"json_schema": _schema(body, "json_schema"), "regex": _written(body, "regex", kind=GrammarKind.REGEX)}
-    found["allowed_token_ids"] = _tokens(body, "allowed_token_ids")
+    found[ALLOWED_TOKENS] = _tokens(body, ALLOWED_TOKENS)
     asked = {name: grammar for name, grammar in found.items() if grammar is not None}
     if len(asked) > 1:
         first, second = list(asked)[:2]

@@ -21,7 +21,7 @@ _ID_LENGTH = 9
 _NO_TEXT = ("", [], [text_part("")])
 _TEXT_PARTS = ("text", "input_text", "output_text")  # the latter as in OpenAI's Responses
 _ASSISTANT_PARTS = ("refusal", "thinking")  # whose text has their name
-_THOUGHT = ("reasoning_content", "reasoning")
+THOUGHT_FIELDS = ("reasoning_content", "reasoning")  # DeepSeek's and SGLang's, vLLM's and OpenRouter's
 
 
 def render_prompt(body: Body, template: ChatTemplate | None) -> str:
@@ -170,8 +170,8 @@ def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
 
 def _both_named(message: dict[str, Any]) -> dict[str, str]:
     """What an assistant thought, as vLLM has it: servers answer with one of two fields, and templates read one of them."""
-    thought = next((told for name in _THOUGHT if isinstance(told := message.get(name), str) and told), None)
-    return {} if thought is None else {name: thought for name in _THOUGHT if not message.get(name)}
+    thought = next((told for name in THOUGHT_FIELDS if isinstance(told := message.get(name), str) and told), None)
+    return {} if thought is None else {name: thought for name in THOUGHT_FIELDS if not message.get(name)}
 
 
 def _read_text(where: str, role: str, part: Any) -> str:

@@ -13,6 +13,7 @@ from jdisagg.api.http.grammars import MAX_ALLOWED, MAX_CHOICES
 from jdisagg.api.http.parameters import SIDES
 from jdisagg.api.http.request_id import MAX_NAME
 from jdisagg.api.http.template_variables import EFFORTS, KINDS
+from jdisagg.api.http.thoughts import SHOWN
 from jdisagg.api.http.tokens import MAX_CHARACTERS, MAX_TOKENS
 from jdisagg.core.requests import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from jdisagg.text.bad_words import MAX_BAD_LENGTH, MAX_BAD_WORDS
@@ -125,7 +126,7 @@ _VARIABLES: dict[str, Any] = {  # of templates, and advice beside them
     "chat_template_kwargs": {"type": "object"},
     "chat_template_args": {"type": "object", "description": "chat_template_kwargs by another name"},
     "reasoning_effort": {"enum": list(EFFORTS)},
-    "reasoning": {"type": "object", "properties": {"effort": {"enum": list(EFFORTS)}}},
+    "reasoning": {"type": "object", "properties": {"effort": {"enum": list(EFFORTS)}, "exclude": _BOOLEAN}},
     "enable_thinking": _BOOLEAN,
     "thinking": {"type": "object", "properties": {"type": {"enum": list(KINDS)}}},
     "think": _BOOLEAN,
@@ -142,6 +143,9 @@ _CHAT = _SHARED | {
     "parallel_tool_calls": _BOOLEAN | {"description": "false: at most one call"},
     "add_generation_prompt": _BOOLEAN,
     "continue_final_message": _BOOLEAN,
+    "include_reasoning": _BOOLEAN | {"description": "false: without what the model thinks"},
+    "separate_reasoning": _BOOLEAN | {"description": "false: what the model thinks is part of content"},
+    "reasoning_format": {"enum": list(SHOWN)},
     **_VARIABLES,
 }
 _OF_TEMPLATES = ("messages", "tools", "tool_choice", "add_generation_prompt", "continue_final_message", *_VARIABLES)

@@ -37,7 +37,9 @@ def provenance_object(transcript: Transcript) -> dict[str, Any]:
 
 def usage_object(usage: Usage) -> dict[str, Any]:
     """OpenAI's `usage`."""
-    return {
+    thought = usage.reasoning_tokens
+    details = {} if thought is None else {"completion_tokens_details": {"reasoning_tokens": thought}}
+    return details | {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,

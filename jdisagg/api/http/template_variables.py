@@ -13,6 +13,7 @@ KINDS = {"enabled": True, "disabled": False, "auto": None}  # of `thinking`; Non
 _VARIABLES, _ARGUMENTS = "chat_template_kwargs", "chat_template_args"  # vLLM's name and Dynamo's
 _SWITCHES = ("enable_thinking", "thinking")  # as templates call it: Qwen's and GLM's, DeepSeek's and Kimi's
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "documents", "self"})
+EXCLUDE = "reasoning.exclude"  # OpenRouter's
 _SPARE = (None, "", {})
 
 
@@ -27,6 +28,12 @@ def read_variables(body: Body) -> dict[str, Any]:
     if switch is not None and all(given.get(name, switch) == switch for name in _SWITCHES):
         told |= dict.fromkeys(_SWITCHES, switch)
     return told | given
+
+
+def is_excluded(body: Body) -> bool:
+    """Whether the thought is not to be shown."""
+    inner = body.get("reasoning")
+    return isinstance(inner, dict) and inner.get("exclude") is True
 
 
 def _given(body: Body) -> dict[str, Any]:
@@ -45,7 +52,7 @@ def _effort(body: Body) -> str | None:
     effort, inner = body.get("reasoning_effort"), body.said("reasoning")
     if effort is not None and effort not in EFFORTS:
         raise wrong_type("reasoning_effort", f"one of {', '.join(EFFORTS)}", effort)
-    if isinstance(inner, dict) and inner.get("exclude") is False:
+    if isinstance(inner, dict) and isinstance(inner.get("exclude"), bool):  # see `is_excluded`
         inner = {name: value for name, value in inner.items() if name != "exclude"}
     if inner in _SPARE:
         return effort
@@ -53,7 +60,7 @@ def _effort(body: Body) -> str | None:
         case {"effort": str(found), **others} if found in EFFORTS and not others:
             pass
         case _:
-            wanted = f"an object of effort alone, one of {', '.join(EFFORTS)} (what a model thinks stays in content)"
+            wanted = f"an object of effort, one of {', '.join(EFFORTS)}, and exclude, true or false"
             raise wrong_type("reasoning", wanted, inner)
     if effort not in (None, found):
         told = f"its effort must equal reasoning_effort = {effort} or be left out; got {found}"

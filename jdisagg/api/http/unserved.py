@@ -117,8 +117,6 @@ CHAT_FIELDS = (
     Unserved(("function_call",), "use tool_choice, which replaced it", (*OFF, "none", "auto")),
     Unserved(("chat_template",), "the model's own template is used; leave it out, or render it and use /v1/completions"),
     Unserved(("documents",), "documents are not shown to the model; write them into messages"),
-    Unserved(("include_reasoning",), "what a model thinks stays in content; see reasoning_effort", (None, True)),
-    Unserved(("reasoning_format",), "what a model thinks stays in content; send none", (None, "none", "raw", "auto")),
     Unserved(("parse_tool_calls",), 'calls are read where tools are offered; use "tool_choice": "none"', (None, True)),
     Unserved(("echo",), "the prompt is not repeated in a chat's answer; leave it out, or use /v1/completions"),
     Unserved(("modalities",), 'answers are text; leave it out, or send ["text"]', (*OFF, ["text"])),

@@ -15,6 +15,7 @@ from enum import Enum, auto
 
 from jdisagg.text.calls.braces import Braces
 from jdisagg.text.calls.format import CallFormat, Head, Verdict
+from jdisagg.text.marks import num_begun
 
 MOST_HELD = 16384  # characters of a head; more are text
 _AT_ONCE = 1024  # characters that are read together: what is left of them is copied at each mark
@@ -122,7 +123,7 @@ class CallReader:
             rest = text[end + len(self._held) :]
             self._at, self._braces = _At.HEAD, Braces()
         else:
-            end, rest = len(text) - max(_num_begun(text, token) for token in self._tokens), ""
+            end, rest = len(text) - max(num_begun(text, token) for token in self._tokens), ""
             self._held = text[end:]
         said = self._blanks + text[:end]
         keep = min(len(said) - len(said.rstrip()), _MOST_BLANKS)
@@ -218,9 +219,3 @@ class CallReader:
                 self._at, self._held = _At.TEXT, ""
                 return held + text[index:]
         return ""
-
-
-def _num_begun(text: str, token: str) -> int:
-    """The most characters that `text` ends and `token` begins with, fewer than all of it."""
-    lengths = range(min(len(token) - 1, len(text)), 0, -1)
-    return next((length for length in lengths if text.endswith(token[:length])), 0)

@@ -27,6 +27,7 @@ from jdisagg.core.fleet import ModelCard
 from jdisagg.core.metrics import HTTP_PORT, Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, Grammar, Output, Provenance, SamplingParams, TokenLogprob
 from jdisagg.text.calls.format import ModelFormat
+from jdisagg.text.thoughts import ThoughtMarks
 from jdisagg.text.tokenizer import Tokenizer
 from jdisagg.v1 import generation_pb2_grpc
 
@@ -206,6 +207,7 @@ async def serving(
     api_key: str | None = None,
     client_api_key: str | None = None,
     call_format: ModelFormat | None = None,
+    thought_marks: ThoughtMarks | None = None,
     max_new_tokens: int | None = None,
     port: int = 0,
 ) -> AsyncIterator[Served]:
@@ -220,6 +222,7 @@ async def serving(
         metrics=metrics,
         grammars=grammars,
         call_format=call_format,
+        thought_marks=thought_marks,
     )
     config = ServerConfig(api_key=api_key, client_api_key=client_api_key)
     app = make_app(edge, engine, lambda: "jdisagg_up 1\n", config)

@@ -1,0 +1,181 @@
+"""What a model thinks before it answers: finds it in an answer whose text comes in pieces, and writes grammars that begin
+behind it.
+
+    <think> what it thinks </think> the answer
+
+The prompt may have begun the thought, and may have ended it: some templates write `<think>` behind the assistant's name, and
+Qwen 3's writes a whole thought, of nothing, where the model is not to think. Blanks around a thought are no text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from jdisagg.core.requests import Grammar, GrammarKind
+from jdisagg.text.grammar import schema_in_lark
+from jdisagg.text.marks import num_begun
+from jdisagg.text.tokenizer import Tokenizer
+
+BEGIN, END = "<think>", "</think>"
+_BLANKS = " \n\r\t"
+_ENDING = re.compile(r"\\.|[/\n\r]", re.DOTALL)  # of an expression between slashes, unless a backslash stands before it
+_ESCAPES = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
+_MOST_BLANKS = 64  # that are held back before a thought and at its end; more are text
+
+
+class Stage(Enum):
+    """Where an answer stands."""
+
+    MAY_THINK = auto()  # a thought may begin
+    THINKS = auto()
+    ANSWERS = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtMarks:
+    """Of a model. An id is None where the mark is written in letters; `special`: those that are special tokens, whose text a
+    reader has to be shown."""
+
+    begin_id: int | None
+    end_id: int | None
+    special: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Of an answer's text: what is new of the thought, and of all else."""
+
+    thought: str = ""
+    answer: str = ""
+
+
+def read_marks(tokenizer: Tokenizer) -> ThoughtMarks:
+    """As this tokenizer has them."""
+    begin_id, end_id = tokenizer.token_id(BEGIN), tokenizer.token_id(END)
+    special = tuple(mark for mark, each in ((BEGIN, begin_id), (END, end_id)) if each in tokenizer.special_ids)
+    return ThoughtMarks(begin_id, end_id, special)
+
+
+def stage_behind(prompt: str, continued: str | None = None) -> Stage:
+    """Of an answer to `prompt`. `continued`: the text of the message that it goes on with."""
+    end = prompt.rstrip(_BLANKS)
+    if end.endswith(BEGIN) or (continued is not None and continued.rfind(BEGIN) > continued.rfind(END)):
+        return Stage.THINKS
+    return Stage.ANSWERS if continued is not None or end.endswith(END) else Stage.MAY_THINK
+
+
+class ThoughtReader:
+    """Of one answer. What it finds does not depend on how the text was cut."""
+
+    def __init__(self, stage: Stage) -> None:
+        """`stage`: see `stage_behind`."""
+        self.stage = stage
+        self.has_thought = self._may_repeat = stage is Stage.THINKS  # models write the mark that their prompt ends with again
+        self._is_trimmed = stage is Stage.THINKS  # blanks that come now are no text
+        self._held = ""  # not yet decided
+
+    @property
+    def is_over(self) -> bool:
+        """All that comes is the answer's, as it is."""
+        return self.stage is Stage.ANSWERS and not self._is_trimmed
+
+    def push(self, text: str) -> Piece:
+        """What `text` adds."""
+        text, self._held = self._held + text, ""
+        if self.stage is Stage.MAY_THINK:
+            text = self._look_for_thought(text)
+        elif self._may_repeat:
+            text = self._without_mark(text)
+        thought = ""
+        if self.stage is Stage.THINKS:
+            thought, text = self._think(text)
+        return Piece(thought, self._trimmed(text))
+
+    def flush(self) -> Piece:
+        """What is left at the end of the answer."""
+        held, self._held = self._held, ""
+        return Piece(thought=held) if self.stage is Stage.THINKS else Piece(answer=held)
+
+    def _look_for_thought(self, text: str) -> str:
+        """Returns what is to be read on, in the stage that this leads to."""
+        begun = text.lstrip(_BLANKS)
+        if len(text) - len(begun) > _MOST_BLANKS or not (begun.startswith(BEGIN) or BEGIN.startswith(begun)):
+            self.stage = Stage.ANSWERS
+            return text
+        if not begun.startswith(BEGIN):
+            self._held = text
+            return ""
+        self.stage, self.has_thought, self._is_trimmed = Stage.THINKS, True, True
+        return begun.removeprefix(BEGIN)
+
+    def _without_mark(self, text: str) -> str:
+        begun = text.lstrip(_BLANKS)
+        self._may_repeat = begun != BEGIN and BEGIN.startswith(begun)
+        if self._may_repeat:
+            self._held = begun
+            return ""
+        return begun.removeprefix(BEGIN)
+
+    def _think(self, text: str) -> tuple[str, str]:
+        """What is new of the thought, and the text behind it."""
+        text = self._trimmed(text)
+        at = text.find(END)
+        end = len(text) - num_begun(text, END) if at < 0 else at
+        told = text[: max(len(text[:end].rstrip(_BLANKS)), end - _MOST_BLANKS)]
+        if at < 0:
+            self._held += text[len(told) :]
+            return told, ""
+        self.stage, self._is_trimmed = Stage.ANSWERS, True
+        return told, text[at + len(END) :]
+
+    def _trimmed(self, text: str) -> str:
+        """Without the blanks that it begins with, where they are no text."""
+        if self._is_trimmed:
+            text = text.lstrip(_BLANKS)
+            self._is_trimmed = not text
+        return text
+
+
+def behind_thought(grammar: Grammar, stage: Stage, marks: ThoughtMarks, never: Collection[int]) -> Grammar:
+    """Of an answer that begins in `stage`: a thought of any tokens but those of `never`, and then what is of `grammar`, whose
+    lines keep their numbers, for errors. `grammar` itself where nothing is thought, or the marks are no tokens."""
+    if stage is Stage.ANSWERS or marks.begin_id is None or marks.end_id is None:
+        return grammar
+    thought = f"<[^{_ranges({*never, marks.end_id} - {marks.begin_id})}]>* <[{marks.end_id}]> THOUGHT_BLANKS?"
+    before = thought if stage is Stage.THINKS else f"(<[{marks.begin_id}]> {thought})?"
+    lines = [f"answer: {_in_lark(grammar)}", f"start: {before} answer", r"THOUGHT_BLANKS: /[ \n\r\t]{1,8}/"]
+    return Grammar(GrammarKind.LARK, "\n".join(lines))
+
+
+def _in_lark(grammar: Grammar) -> str:
+    """What a rule of it is."""
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return f"%json {_in_a_line(schema_in_lark(json.loads(grammar.text)))}"
+        case GrammarKind.REGEX:
+            return f"/{_ENDING.sub(_escaped, grammar.text)}/"
+        case _:
+            return f"%lark {{{grammar.text}\n}}"
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[0] if len(found[0]) > 1 else _ESCAPES[found[0]]
+
+
+def _in_a_line(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _ranges(ids: Iterable[int]) -> str:
+    """As Lark has them in brackets."""
+    ranges = list[list[int]]()
+    for token_id in sorted(ids):
+        if ranges and ranges[-1][1] == token_id - 1:
+            ranges[-1][1] = token_id
+        else:
+            ranges.append([token_id, token_id])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)

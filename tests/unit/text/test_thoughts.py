@@ -1,0 +1,173 @@
+"""What a model thinks is told from its answer however the text is cut, and grammars begin behind it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import hypothesis
+import pytest
+import tokenizers
+from hypothesis import strategies as st
+
+from jdisagg.core.errors import InvalidRequest
+from jdisagg.core.requests import Grammar, GrammarKind
+from jdisagg.text.grammar import Grammars
+from jdisagg.text.thoughts import BEGIN, END, Stage, ThoughtMarks, ThoughtReader, behind_thought, read_marks, stage_behind
+from jdisagg.text.tokenizer import Tokenizer
+from tests.unit.text.grammar_rig import advanced, allowed, vocabulary
+from tests.unit.text.tiny_tokenizer import train_byte_level
+
+EOS = 1
+TEXTS = [  # the stage in which an answer begins, all of it, its thought and the rest
+    (Stage.MAY_THINK, "<think>\nwhy?\n</think>\n\nfox", "why?", "fox"),
+    (Stage.MAY_THINK, "\n <think>why?</think>fox\n", "why?", "fox\n"),
+    (Stage.MAY_THINK, "<think></think>fox", "", "fox"),
+    (Stage.MAY_THINK, " fox <think>x</think>", "", " fox <think>x</think>"),
+    (Stage.MAY_THINK, "<thin", "", "<thin"),
+    (Stage.MAY_THINK, "", "", ""),
+    (Stage.MAY_THINK, " \n", "", " \n"),
+    (Stage.MAY_THINK, f"{' ' * 65}<think>x</think>", "", f"{' ' * 65}<think>x</think>"),
+    (Stage.MAY_THINK, "<think>a<think>b</think>c</think>d", "a<think>b", "c</think>d"),
+    (Stage.MAY_THINK, "<think>no end </thin", "no end </thin", ""),
+    (Stage.MAY_THINK, "<think>no end \n", "no end \n", ""),
+    (Stage.MAY_THINK, f"<think>a{' ' * 70}</think>b", f"a{' ' * 6}", "b"),
+    (Stage.THINKS, "why?\n\nso.\n</think>\n\n  fox", "why?\n\nso.", "fox"),
+    (Stage.THINKS, "\n<think>\nwhy?</think>fox", "why?", "fox"),
+    (Stage.THINKS, "</think>fox", "", "fox"),
+    (Stage.THINKS, "<a>why?</think>", "<a>why?", ""),
+    (Stage.THINKS, "why? <think>x", "why? <think>x", ""),
+    (Stage.ANSWERS, "<think>x</think> y", "", "<think>x</think> y"),
+]
+
+
+def read(stage: Stage, parts: list[str]) -> tuple[str, str]:
+    reader = ThoughtReader(stage)
+    pieces = [*map(reader.push, parts), reader.flush()]
+    return "".join(piece.thought for piece in pieces), "".join(piece.answer for piece in pieces)
+
+
+@pytest.mark.parametrize(("stage", "text", "thought", "answer"), TEXTS)
+def test_a_thought_ends_at_its_mark_and_blanks_around_it_are_no_text(
+    stage: Stage, text: str, thought: str, answer: str
+) -> None:
+    assert read(stage, [text]) == (thought, answer)
+    assert read(stage, list(text)) == (thought, answer)
+
+
+@hypothesis.given(
+    st.sampled_from(Stage), st.lists(st.sampled_from([BEGIN, END, "<", "think>", "</th", " ", "\n" * 40, "fox", ""])), st.data()
+)
+def test_what_is_found_does_not_depend_on_how_the_text_was_cut(stage: Stage, parts: list[str], data: st.DataObject) -> None:
+    text = "".join(parts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    cut = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(stage, cut) == read(stage, [text])
+
+
+def test_a_thought_goes_out_as_it_comes() -> None:
+    reader = ThoughtReader(Stage.THINKS)
+    assert [reader.push(part).thought for part in ("why", "? ", "so", " </")] == ["why", "?", " so", ""]
+    assert not reader.is_over
+    assert reader.push("think>fox").answer == "fox"
+    assert reader.is_over
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continued", "stage"),
+    [
+        ("<|assistant|>", None, Stage.MAY_THINK),
+        ("<|assistant|><think>\n", None, Stage.THINKS),
+        ("<|assistant|><think>\n\n</think>\n\n", None, Stage.ANSWERS),
+        ("what is <think>?<|assistant|>", None, Stage.MAY_THINK),
+        ("<|assistant|>The", "The", Stage.ANSWERS),
+        ("<|assistant|><think>I was", "<think>I was", Stage.THINKS),
+        ("<|assistant|><think>I was</think>The", "<think>I was</think>The", Stage.ANSWERS),
+    ],
+)
+def test_a_prompt_says_whether_its_answer_begins_in_a_thought(prompt: str, continued: str | None, stage: Stage) -> None:
+    assert stage_behind(prompt, continued) is stage
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """The marks are tokens, and no special ones, as Qwen's and DeepSeek's are."""
+    directory: Path = train_byte_level(tmp_path_factory.mktemp("thinking"))
+    backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    backend.add_special_tokens(["<|user|>"])
+    backend.add_tokens([tokenizers.AddedToken(mark, normalized=False) for mark in (BEGIN, END)])
+    backend.save(str(directory / "tokenizer.json"))
+    return Tokenizer.from_directory(directory)
+
+
+@pytest.fixture(scope="module")
+def grammars(thinking: Tokenizer) -> Grammars:
+    return Grammars(vocabulary(thinking, (EOS,)))
+
+
+GRAMMARS = [  # and what is of it, and what is not
+    (
+        Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]}'),
+        '{"a": 1}',
+        "1",
+    ),
+    (Grammar(GrammarKind.REGEX, 'a/b\\/[c"]\n(q|x)'), 'a/b/"\nq', "a/c"),
+    (Grammar(GrammarKind.LARK, 'start: "a" b // no }\nb: /[}x]+/\n# the end'), "a}x", "b"),
+    (Grammar(GrammarKind.LARK, 'start: "a"\nanswer: "b"\nTHOUGHT_BLANKS: "c"'), "a", "b"),
+]
+
+
+@pytest.mark.parametrize("stage", [Stage.THINKS, Stage.MAY_THINK])
+@pytest.mark.parametrize("given", GRAMMARS)
+def test_a_grammar_begins_behind_the_thought(
+    thinking: Tokenizer, grammars: Grammars, given: tuple[Grammar, str, str], stage: Stage
+) -> None:
+    grammar, good, bad = given
+    marks = read_marks(thinking)
+    whole = behind_thought(grammar, stage, marks, thinking.special_ids)
+    begun = "" if stage is Stage.THINKS else BEGIN
+
+    def ids(text: str) -> tuple[int, ...]:
+        return thinking.encode(text, add_special_tokens=False)
+
+    matcher = grammars.matcher(whole)
+    for token_id in ids(f'{begun}the "quick"\n{{}} fox'):
+        assert token_id in allowed(matcher)
+        matcher.advance([token_id])
+    assert marks.end_id in allowed(matcher)
+    assert not allowed(matcher) & (thinking.special_ids | {EOS}), "a thought has an end, and no other message in it"
+    for text in (f"{END}{good}", f"{END}\n\n{good}"):
+        ended = advanced(grammars, whole, ids(f"{begun}fox{text}"))
+        assert ended.error == ""
+        assert EOS in allowed(ended)
+    assert advanced(grammars, whole, ids(f"{begun}fox{END}{bad}")).error
+    at_once = advanced(grammars, whole, ids(good))
+    assert (EOS in allowed(at_once)) == (stage is Stage.MAY_THINK), "a model may think, or has begun to"
+
+
+def test_where_nothing_is_thought_a_grammar_stays_as_it_is(thinking: Tokenizer) -> None:
+    marks, grammar = read_marks(thinking), GRAMMARS[0][0]
+    assert behind_thought(grammar, Stage.ANSWERS, marks, ()) is grammar
+    assert behind_thought(grammar, Stage.THINKS, ThoughtMarks(None, 7), ()) is grammar
+    assert behind_thought(grammar, Stage.MAY_THINK, ThoughtMarks(7, None), ()) is grammar
+
+
+def test_what_is_wrong_with_a_grammar_is_told_of_the_lines_that_its_client_wrote(
+    thinking: Tokenizer, grammars: Grammars
+) -> None:
+    wrong = Grammar(GrammarKind.LARK, 'start: "[" call\ncall: %json {"type": "bad"}')
+    whole = behind_thought(wrong, Stage.THINKS, read_marks(thinking), thinking.special_ids)
+    with pytest.raises(InvalidRequest, match=r"at 2\(7\): .*Invalid type: bad"):
+        grammars.matcher(whole)
+
+
+def test_marks_that_are_special_tokens_are_named(thinking: Tokenizer, tmp_path: Path) -> None:
+    assert read_marks(thinking).special == ()
+    directory = train_byte_level(tmp_path)
+    assert read_marks(Tokenizer.from_directory(directory)) == ThoughtMarks(None, None)
+    backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    backend.add_special_tokens([END])
+    backend.save(str(directory / "tokenizer.json"))
+    marks = read_marks(Tokenizer.from_directory(directory))
+    assert (marks.begin_id, marks.special) == (None, (END,))
+    assert json.loads((directory / "tokenizer.json").read_text())["added_tokens"][-1]["id"] == marks.end_id
