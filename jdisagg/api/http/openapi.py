@@ -132,6 +132,11 @@ _VARIABLES: dict[str, Any] = {  # of templates, and advice beside them
     "think": _BOOLEAN,
     "thinking_budget": {"type": "number", "description": "ignored"},
 }
+_THOUGHTS: dict[str, Any] = {
+    "include_reasoning": _BOOLEAN | {"description": "false: without what the model thinks"},
+    "separate_reasoning": _BOOLEAN | {"description": "false: what the model thinks is part of content"},
+    "reasoning_format": {"enum": list(SHOWN)},
+}
 _CHAT = _SHARED | {
     "messages": {"type": "array", "items": _MESSAGE, "minItems": 1},
     "max_completion_tokens": _range("integer", 1, _INT32_MAX),
@@ -143,9 +148,7 @@ _CHAT = _SHARED | {
     "parallel_tool_calls": _BOOLEAN | {"description": "false: at most one call"},
     "add_generation_prompt": _BOOLEAN,
     "continue_final_message": _BOOLEAN,
-    "include_reasoning": _BOOLEAN | {"description": "false: without what the model thinks"},
-    "separate_reasoning": _BOOLEAN | {"description": "false: what the model thinks is part of content"},
-    "reasoning_format": {"enum": list(SHOWN)},
+    **_THOUGHTS,
     **_VARIABLES,
 }
 _OF_TEMPLATES = ("messages", "tools", "tool_choice", "add_generation_prompt", "continue_final_message", *_VARIABLES)
@@ -155,6 +158,7 @@ _TOKENIZE = {
     "add_special_tokens": _BOOLEAN,
     "return_token_strs": _BOOLEAN,
     **{name: _CHAT[name] for name in _OF_TEMPLATES},
+    **_THOUGHTS,
 }
 _DETOKENIZE = {"model": _STRING, "tokens": _TOKEN_IDS | {"maxItems": MAX_TOKENS}}
 

@@ -13,7 +13,6 @@ KINDS = {"enabled": True, "disabled": False, "auto": None}  # of `thinking`; Non
 _VARIABLES, _ARGUMENTS = "chat_template_kwargs", "chat_template_args"  # vLLM's name and Dynamo's
 _SWITCHES = ("enable_thinking", "thinking")  # as templates call it: Qwen's and GLM's, DeepSeek's and Kimi's
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "documents", "self"})
-EXCLUDE = "reasoning.exclude"  # OpenRouter's
 _SPARE = (None, "", {})
 
 
@@ -31,7 +30,7 @@ def read_variables(body: Body) -> dict[str, Any]:
 
 
 def is_excluded(body: Body) -> bool:
-    """Whether the thought is not to be shown."""
+    """Whether `reasoning` asks for a thought not to be shown, as OpenRouter has it."""
     inner = body.get("reasoning")
     return isinstance(inner, dict) and inner.get("exclude") is True
 

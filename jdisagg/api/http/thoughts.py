@@ -15,7 +15,7 @@ from jdisagg.api.http.calls import MessageReader
 from jdisagg.api.http.continued import CONTINUES
 from jdisagg.api.http.grammars import ALLOWED_TOKENS, GRAMMAR
 from jdisagg.api.http.messages import THOUGHT_FIELDS
-from jdisagg.api.http.template_variables import EXCLUDE, is_excluded
+from jdisagg.api.http.template_variables import is_excluded
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import FinishReason, SamplingParams
 from jdisagg.text.thoughts import (
@@ -181,7 +181,7 @@ def _told(body: Body) -> dict[str, Shown]:
         "include_reasoning": None if body.boolean("include_reasoning", True) else Shown.NOWHERE,
         "separate_reasoning": None if body.boolean("separate_reasoning", True) else Shown.IN_CONTENT,
         "reasoning_format": None if form is None else SHOWN[form],
-        EXCLUDE: Shown.NOWHERE if is_excluded(body) else None,
+        "reasoning": Shown.NOWHERE if is_excluded(body) else None,
     }
     return {name: shown for name, shown in told.items() if shown is not None}
 

@@ -17,6 +17,7 @@ from jdisagg.api.http.answer_json import long_json
 from jdisagg.api.http.body import read_body
 from jdisagg.api.http.connection import while_connected
 from jdisagg.api.http.messages import render_prompt
+from jdisagg.api.http.thoughts import read_thinking
 from jdisagg.api.http.unserved import CHAT_FIELDS, refuse_unserved
 from jdisagg.core.errors import InvalidRequest
 
@@ -44,6 +45,7 @@ class TokenEndpoints:
             render = partial(render_prompt, body, tokenizer.chat)
             reading = self._edge.with_tokenizer(render, body.num_bytes if body.is_long else 0)
             text = await while_connected(request.receive, reading)
+            read_thinking(body, self._edge, text)
             special = body.boolean("add_special_tokens", False)
         else:
             text, special = body.text("prompt"), body.boolean("add_special_tokens", True)

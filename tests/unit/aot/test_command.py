@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -14,6 +16,13 @@ from jdisagg.aot.command import parse_command
 from jdisagg.aot.run import run
 from jdisagg.core.errors import ConfigError, NotFetched
 from tests.unit.aot.test_budget import MODELS
+
+
+@pytest.fixture(autouse=True)
+def _own_environment() -> Iterator[None]:
+    """`main` sets what jax reads, for a process of its own: whatever compiled after these tests would not be kept."""
+    with patch.dict(os.environ):
+        yield
 
 
 def test_flags_that_are_not_its_own_configure_the_engine(tmp_path: Path) -> None:

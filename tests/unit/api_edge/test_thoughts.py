@@ -211,7 +211,7 @@ def test_what_the_answer_has_to_be_begins_behind_the_thought(thinker: Tokenizer)
     ("asked", "param"),
     [
         ({"include_reasoning": False, "reasoning_format": "parsed"}, "reasoning_format"),
-        ({"separate_reasoning": False, "reasoning": {"exclude": True}}, "reasoning.exclude"),
+        ({"separate_reasoning": False, "reasoning": {"exclude": True}}, "reasoning"),
         ({"reasoning_format": "none", "include_reasoning": False}, "reasoning_format"),
         ({"reasoning_format": "xml"}, "reasoning_format"),
         ({"reasoning_format": 1}, "reasoning_format"),

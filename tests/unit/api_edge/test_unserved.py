@@ -168,6 +168,8 @@ ACCEPTED: list[tuple[str, Any]] = [
 ACCEPTED_IN_CHAT: list[tuple[str, Any]] = [
     ("modalities", ["text"]),
     *(("reasoning_format", value) for value in ("none", "raw", "auto")),  # llama.cpp's, Groq's
+    ("separate_reasoning", True),  # SGLang's
+    ("separate_reasoning", False),
     ("parse_tool_calls", True),  # llama.cpp's
     ("include_reasoning", True),
     *((name, value) for name in ("enable_thinking", "think") for value in (True, False)),
