@@ -1,10 +1,12 @@
-"""Tool calls over real HTTP, the model's own and forced ones: streamed, answered in a second turn, and when a worker dies."""
+"""Tool calls and thoughts over real HTTP: streamed, answered in a second turn, and when a worker dies."""
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,12 @@ from tests.e2e.processes import ServerProcess
 from tests.e2e.tries import fair
 
 TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}"
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content or '' }}"
     '{% for c in m.tool_calls %}\n<tool_call>\n{{ \'{\' }}"name": "{{ c.function.name }}", '
     "\"arguments\": {{ c.function.arguments | tojson }}{{ '}' }}\n</tool_call>{% endfor %}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if thinks %}<think>\n{% endif %}{% endif %}"
 )
+MARKS = {"<|system|>": "<think>", "<|user|>": "</think>"}  # tokens of the tiny model that get another name
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "weather"}}]
 ARGUMENTS = '{"city": "Oslo", "days": [1, 2]}'
 CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
@@ -30,10 +33,16 @@ CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_ca
 
 @pytest.fixture(scope="module")
 def fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """A router, one prefill and two decode workers of a model that is shown tools and calls."""
-    directory = tmp_path_factory.mktemp("calling")
+    """A router, one prefill and two decode workers of a model that is shown tools and calls, and thinks where it is to."""
+    directory = tmp_path_factory.mktemp("chats")
     model = directory / "model"
     shutil.copytree(tiny_model, model)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    for token in tokenizer["added_tokens"]:
+        if token["content"] in MARKS:
+            token |= {"content": MARKS[token["content"]], "special": False}
+    tokenizer["model"]["vocab"] = {MARKS.get(text, text): number for text, number in tokenizer["model"]["vocab"].items()}
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
     (model / "chat_template.jinja").write_text(TEMPLATE)
     with starting(directory) as start:
         flags = ("--numerics", "exact", *SMALL, "--max-model-len", "512")
@@ -85,24 +94,82 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 def test_calls_go_on_exactly_when_their_decode_worker_dies(fleet: Fleet) -> None:
+    def ask(client: openai.OpenAI, name: str) -> Any:
+        more: dict[str, Any] = {"model": client.models.list().data[0].id, "max_tokens": 200, "temperature": 1.0, "seed": 1}
+        messages: list[Any] = [{"role": "user", "content": name}]
+        return client.chat.completions.create(messages=messages, stream=True, **more, **ASKED[name])
+
+    goes_on_exactly(fleet, ask, tuple(ASKED))
+
+
+END_BIAS = {"3": 5.0}  # a random model would think for ever
+FORM = {"type": "object", "properties": {"n": {"enum": [12, 345]}}, "required": ["n"], "additionalProperties": False}
+IN_FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": FORM}}
+SEEDS = tuple(map(str, range(8)))
+
+
+def think(client: openai.OpenAI, seed: str, *, stream: bool, thinks: bool = True) -> Any:
+    more: dict[str, Any] = {
+        "model": client.models.list().data[0].id,
+        "max_tokens": 300,
+        "temperature": 1.0,
+        "logit_bias": END_BIAS,
+    }
+    messages: list[Any] = [{"role": "user", "content": f"number {seed}"}]
+    variables = {"chat_template_kwargs": {"thinks": thinks}}
+    return client.chat.completions.create(
+        messages=messages, seed=int(seed), response_format=IN_FORM, stream=stream, extra_body=variables, **more
+    )
+
+
+def test_the_form_of_an_answer_begins_behind_its_thought(fleet: Fleet) -> None:
+    for server in (*fleet.routers, fleet.decode[-1]):
+        assert "thoughts are read between <think> and </think>" in server.log.read_text()
+        with (
+            openai.OpenAI(base_url=f"{server.http}/v1", api_key="none", timeout=60, max_retries=0) as client,
+            ThreadPoolExecutor(len(SEEDS)) as pool,
+        ):
+            ends = list(pool.map(lambda seed, client=client: whole_as_streamed(client, seed), SEEDS))
+            assert ends.count("stop") > len(SEEDS) / 2
+            no_thought = think(client, "1", stream=False, thinks=False).choices[0].message
+            assert json.loads(no_thought.content)["n"] in (12, 345)
+            assert "reasoning_content" not in no_thought.model_extra
+
+
+def whole_as_streamed(client: openai.OpenAI, seed: str) -> str:
+    """How the answer ended, at once and in a stream."""
+    answer = think(client, seed, stream=False)
+    message, finish = answer.choices[0].message, answer.choices[0].finish_reason
+    assert answer.usage.completion_tokens_details.reasoning_tokens
+    assert json.loads(message.content)["n"] in (12, 345) if finish == "stop" else message.content is None
+    streamed = essence(think(client, seed, stream=True))
+    assert streamed == {0: [f"({message.reasoning_content}){message.content or ''}", finish]}
+    return finish
+
+
+def test_a_thought_goes_on_exactly_when_its_decode_worker_dies(fleet: Fleet) -> None:
+    goes_on_exactly(fleet, partial(think, stream=True), SEEDS)
+
+
+def goes_on_exactly(fleet: Fleet, ask: Callable[[openai.OpenAI, str], Any], names: tuple[str, ...]) -> None:
+    """What is asked by each of the names, all at once, comes as before while the decode worker of one of them dies."""
     [router] = fleet.routers
     with (
         openai.OpenAI(base_url=f"{router.http}/v1", api_key="none", timeout=60, max_retries=0) as client,
-        ThreadPoolExecutor(len(ASKED)) as pool,
+        ThreadPoolExecutor(len(names)) as pool,
     ):
 
         def answer(name: str) -> dict[int, list[str]]:
-            more: dict[str, Any] = {"model": client.models.list().data[0].id, "max_tokens": 200, "temperature": 1.0, "seed": 1}
-            messages: list[Any] = [{"role": "user", "content": name}]
-            return essence(client.chat.completions.create(messages=messages, stream=True, **more, **ASKED[name]))
+            return essence(ask(client, name))
 
-        undisturbed = list(pool.map(answer, ASKED))
+        undisturbed = list(pool.map(answer, names))
+        before = router.metric("jdisagg_recoveries_total", rung="replay")
         victims: list[ServerProcess] = []
 
         def replayed(_: int) -> float:
             for dead in victims:
                 fleet.replace(dead)
-            others = [pool.submit(answer, name) for name in ASKED]
+            others = [pool.submit(answer, name) for name in names]
             begun: list[str] = []
 
             def look() -> bool:
@@ -115,20 +182,28 @@ def test_calls_go_on_exactly_when_their_decode_worker_dies(fleet: Fleet) -> None
             victims[:] = [worker for worker in fleet.decode if worker.grpc == struck]
             victims[0].kill()
             assert [other.result() for other in others] == undisturbed
-            return router.metric("jdisagg_recoveries_total", rung="replay")
+            return router.metric("jdisagg_recoveries_total", rung="replay") - before
 
-        assert fair(replayed, lambda count: count == 0, "every stream had ended when the blow fell") > 0
+        try:
+            assert fair(replayed, lambda count: count == 0, "every stream had ended when the blow fell") > 0
+        finally:
+            for dead in victims:
+                fleet.replace(dead)
 
 
 def essence(chunks: Iterable[Any]) -> dict[int, list[str]]:
-    """All of each choice but for the ids of its calls: names, arguments and content as one text, and how it ended."""
+    """All of each choice but for the ids of its calls: thought, names, arguments and content as one text, and how it ended."""
     found: dict[int, list[str]] = {}
+    thoughts: dict[int, str] = {}
     for chunk in chunks:
         for choice in chunk.choices:
             said = found.setdefault(choice.index, ["", ""])
+            thoughts[choice.index] = thoughts.get(choice.index, "") + (choice.delta.model_extra or {}).get(
+                "reasoning_content", ""
+            )
             said[0] += choice.delta.content or ""
             for part in choice.delta.tool_calls or ():
                 begins = part.id is not None
                 said[0] += (f"<{part.index}: {part.function.name}>" if begins else "") + part.function.arguments
             said[1] += choice.finish_reason or ""
-    return found
+    return {index: [f"({thoughts[index]}){said[0]}" if thoughts[index] else said[0], said[1]] for index, said in found.items()}
