@@ -52,6 +52,7 @@ _ITS_DEFAULTS = (
 _ITS_TEMPLATE = "the model's directory has it, as chat_template.jinja or in tokenizer_config.json; write it there"
 _ITS_REVISION = "the newest one is taken, or what the Hub cache has; download another one and give its directory as --model"
 _THOUGHTS = "what a model thinks is split off wherever --reasoning-parser finds it; leave it out"
+_EFFORTS = "requests bring it, as reasoning_effort; what a model thinks has no limit of its own beside max_tokens"
 _GRAMMARS = "grammars are compiled by llguidance alone; leave it out"
 _BLANKS = "a schema says it, by its own key x-guidance; leave it out"
 _ADAPTERS = "adapters are not served; merge them into the model"
@@ -102,7 +103,8 @@ _NOTHING = {
     "--default-chat-template-kwargs": "requests bring chat_template_kwargs; where all want the same, write it in the template",
     "--tokenizer": "the tokenizer is that of --model; leave it out",
     "--tokenizer-mode": "the tokenizer is the tokenizer.json of --model; leave it out",
-    "--enable-reasoning": _THOUGHTS,
+    **dict.fromkeys(("--enable-reasoning", "--reasoning-config", "--reasoning-parser-plugin"), _THOUGHTS),
+    **dict.fromkeys(("--reasoning-effort", "--thinking-budget", "--reasoning-budget"), _EFFORTS),
     **dict.fromkeys(("--guided-decoding-backend", "--structured-outputs-config", "--grammar-backend"), _GRAMMARS),
     **dict.fromkeys(("--constrained-json-whitespace-pattern", "--constrained-json-disable-any-whitespace"), _BLANKS),
     **dict.fromkeys(("--enable-lora", "--lora-modules", "--lora-paths"), _ADAPTERS),
@@ -134,7 +136,10 @@ _NOTHING = {
 
 _HALF = "float16 overflows where bfloat16 does not; write bfloat16"
 _FLOAT8 = "KV of eight bits is int8 here"
-_THINK_TAGS = ("qwen3", "qwen3-thinking", "deepseek-r1", "deepseek_v3", "deepseek-v3", "glm45", "holo2", "olmo3", "basic")
+_THINK_TAGS = (  # names of parsers that read these
+    *("deepseek_r1", "deepseek-r1", "deepseek_v3", "deepseek-v3", "deepseek_v4", "qwen3", "qwen3-thinking", "glm45", "holo2"),
+    *("olmo3", "kimi_k2", "minimax_m2", "minimax", "interns1", "nemotron_v3", "nemotron_3", "ernie45", "mimo", "basic"),
+)
 _TRANSFERS = "leave it out: auto takes the best one that both workers have"
 _VALUES = {  # by the name of a setting of ours
     "tool_call_parser": {
@@ -148,14 +153,15 @@ _VALUES = {  # by the name of a setting of ours
 }
 _OTHER_VALUES = {
     "tool_call_parser": "calls in another format stay text: leave it out, and force calls by tool_choice",
-    "reasoning_parser": "thoughts in another format stay part of content: leave it out",
+    "reasoning_parser": "leave it out: <think>..</think> is found without it, and thoughts in other marks stay part of content",
 }
 
 
 def value_advice(name: str, value: object) -> str:
     """What to write instead of `value` for the setting `name` of ours; "" = nothing is known of it."""
-    known = _VALUES.get(name, {}).get(value, "") if isinstance(value, str) else ""
-    return known or _OTHER_VALUES.get(name, "")
+    known = _VALUES.get(name, {})
+    told = known.get(value) or known.get(value.lower()) if isinstance(value, str) else ""
+    return told or _OTHER_VALUES.get(name, "")
 
 
 def advice(option: str) -> str:

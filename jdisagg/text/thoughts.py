@@ -37,25 +37,28 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ThoughtMarks:
-    """Of a model. An id is None where the mark is written in letters; `special`: those that are special tokens, whose text a
-    reader has to be shown."""
+    """The tokens of a model; `special`: those that are special ones, whose text a reader has to be shown."""
 
-    begin_id: int | None
-    end_id: int | None
+    begin_id: int
+    end_id: int
     special: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Of an answer's text: what is new of the thought, and of all else."""
+    """Of an answer's text: what is new of the thought, and of the answer behind it. `before`: what is not of that, as it came:
+    the thought, its marks and the blanks around it."""
 
     thought: str = ""
     answer: str = ""
+    before: str = ""
 
 
-def read_marks(tokenizer: Tokenizer) -> ThoughtMarks:
-    """As this tokenizer has them."""
+def read_marks(tokenizer: Tokenizer) -> ThoughtMarks | None:
+    """As this tokenizer has them; None: they are no tokens of it."""
     begin_id, end_id = tokenizer.token_id(BEGIN), tokenizer.token_id(END)
+    if begin_id is None or end_id is None:
+        return None
     special = tuple(mark for mark, each in ((BEGIN, begin_id), (END, end_id)) if each in tokenizer.special_ids)
     return ThoughtMarks(begin_id, end_id, special)
 
@@ -71,9 +74,10 @@ def stage_behind(prompt: str, continued: str | None = None) -> Stage:
 class ThoughtReader:
     """Of one answer. What it finds does not depend on how the text was cut."""
 
-    def __init__(self, stage: Stage) -> None:
-        """`stage`: see `stage_behind`."""
+    def __init__(self, stage: Stage, *, trims: bool = True) -> None:
+        """`stage`: see `stage_behind`. `trims`: blanks behind a thought are no text of the answer."""
         self.stage = stage
+        self._trims = trims
         self.has_thought = self._may_repeat = stage is Stage.THINKS  # models write the mark that their prompt ends with again
         self._is_trimmed = stage is Stage.THINKS  # blanks that come now are no text
         self._held = ""  # not yet decided
@@ -85,7 +89,8 @@ class ThoughtReader:
 
     def push(self, text: str) -> Piece:
         """What `text` adds."""
-        text, self._held = self._held + text, ""
+        whole = text = self._held + text
+        self._held = ""
         if self.stage is Stage.MAY_THINK:
             text = self._look_for_thought(text)
         elif self._may_repeat:
@@ -93,12 +98,13 @@ class ThoughtReader:
         thought = ""
         if self.stage is Stage.THINKS:
             thought, text = self._think(text)
-        return Piece(thought, self._trimmed(text))
+        answer = self._trimmed(text)
+        return Piece(thought, answer, whole[: len(whole) - len(answer) - len(self._held)])
 
     def flush(self) -> Piece:
         """What is left at the end of the answer."""
         held, self._held = self._held, ""
-        return Piece(thought=held) if self.stage is Stage.THINKS else Piece(answer=held)
+        return Piece(thought=held, before=held) if self.stage is Stage.THINKS else Piece(answer=held)
 
     def _look_for_thought(self, text: str) -> str:
         """Returns what is to be read on, in the stage that this leads to."""
@@ -129,7 +135,7 @@ class ThoughtReader:
         if at < 0:
             self._held += text[len(told) :]
             return told, ""
-        self.stage, self._is_trimmed = Stage.ANSWERS, True
+        self.stage, self._is_trimmed = Stage.ANSWERS, self._trims
         return told, text[at + len(END) :]
 
     def _trimmed(self, text: str) -> str:
@@ -140,15 +146,18 @@ class ThoughtReader:
         return text
 
 
-def behind_thought(grammar: Grammar, stage: Stage, marks: ThoughtMarks, never: Collection[int]) -> Grammar:
+def behind_thought(
+    grammar: Grammar, stage: Stage, marks: ThoughtMarks, never: Collection[int], *, takes_blanks: bool = True
+) -> Grammar:
     """Of an answer that begins in `stage`: a thought of any tokens but those of `never`, and then what is of `grammar`, whose
-    lines keep their numbers, for errors. `grammar` itself where nothing is thought, or the marks are no tokens."""
-    if stage is Stage.ANSWERS or marks.begin_id is None or marks.end_id is None:
+    lines keep their numbers, for errors. `takes_blanks`: some may stand between them. `grammar` itself where nothing is
+    thought."""
+    if stage is Stage.ANSWERS:
         return grammar
-    thought = f"<[^{_ranges({*never, marks.end_id} - {marks.begin_id})}]>* <[{marks.end_id}]> THOUGHT_BLANKS?"
+    blanks = r" /[ \n\r\t]{1,8}/?" if takes_blanks else ""
+    thought = f"<[^{_ranges({*never, marks.end_id} - {marks.begin_id})}]>* <[{marks.end_id}]>{blanks}"
     before = thought if stage is Stage.THINKS else f"(<[{marks.begin_id}]> {thought})?"
-    lines = [f"answer: {_in_lark(grammar)}", f"start: {before} answer", r"THOUGHT_BLANKS: /[ \n\r\t]{1,8}/"]
-    return Grammar(GrammarKind.LARK, "\n".join(lines))
+    return Grammar(GrammarKind.LARK, f"answer: {_in_lark(grammar)}\nstart: {before} answer")
 
 
 def _in_lark(grammar: Grammar) -> str:

@@ -24,7 +24,7 @@ from jdisagg.text.grammar import schema_in_lark
 from jdisagg.text.schema_comments import uncommented
 from jdisagg.text.schema_tags import looks
 
-_TOOLS = "tools"  # the field that the grammar is made of
+TOOLS = "tools"  # the field that the grammar is made of
 _AT_LINE = re.compile(r"grammar \(lark\): at (\d+)\(\d+\): ")  # as errors of a grammar say where they are
 _HEAD_LINES, _FUNCTION_LINES = 2, 2  # of the grammar of "required"
 _ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
@@ -40,7 +40,7 @@ def with_forced(sampling: SamplingParams, body: Body) -> SamplingParams:
         return sampling
     if (name := body.names.get(GRAMMAR, RESPONSE_FORMAT)) != RESPONSE_FORMAT:  # that says nothing here, as in vLLM
         raise said_twice("tool_choice", name)
-    body.names[GRAMMAR] = _TOOLS
+    body.names[GRAMMAR] = TOOLS
     return replace(sampling, grammar=_grammar(body, forced, in_parallel=in_parallel))
 
 
@@ -70,9 +70,9 @@ def without_line(message: str, body: Body) -> str:
     """`message` without a line that nobody has seen, of a grammar that was written here; in its place the function at fault,
     where that is made of them."""
     field = body.names.get(GRAMMAR)
-    if field not in (_TOOLS, RESPONSE_FORMAT):
+    if field not in (TOOLS, RESPONSE_FORMAT):
         return message
-    names = list(read_parameters(body)) if field == _TOOLS else []
+    names = list(read_parameters(body)) if field == TOOLS else []
 
     def named(found: re.Match[str]) -> str:
         number = (int(found[1]) - 1 - _HEAD_LINES) // _FUNCTION_LINES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -20,15 +20,17 @@ from jdisagg.api.http.body import Body, read_body
 from jdisagg.api.http.call_grammars import with_forced, with_free_calls
 from jdisagg.api.http.calls import read_offer, reader_of
 from jdisagg.api.http.connection import Event, open_stream, while_connected
-from jdisagg.api.http.messages import render_prompt
+from jdisagg.api.http.messages import THOUGHT_FIELDS, render_prompt
 from jdisagg.api.http.parameters import LENGTH, ResponseOptions, admit, read_options, read_request, read_sampling, read_timeout
 from jdisagg.api.http.request_id import request_id_of
 from jdisagg.api.http.shapes import chat_logprobs, envelope, prompt_logprobs
-from jdisagg.api.http.thoughts import ChatReader, ThoughtsReader, read_thinking, with_thought, with_thoughts
+from jdisagg.api.http.thoughts import Readers, ThoughtsReader, read_thinking, with_thought, with_thoughts
 from jdisagg.api.http.unserved import CHAT_FIELDS, refuse_unserved
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import MAX_LOGPROBS
+from jdisagg.text.thoughts import Stage
 
+QUIET_S = 10.0  # of a stream whose tokens have no text to show, as a thought that is hidden: proxies end one in a minute
 _MESSAGE = {"role": "assistant", "content": None, "refusal": None}  # beside what its reader has
 
 
@@ -42,11 +44,11 @@ async def answer_chat(edge: Edge, request: Request) -> Response:
     read = partial(read_chat, body, edge, num_top, request_id, arrived_s)
     if body.is_long:
         reading = edge.read_long(read, body.num_bytes, request_id, arrived_s=arrived_s, timeout_s=read_timeout(body))
-        text_request, make_reader = await while_connected(request.receive, reading)
+        text_request, readers = await while_connected(request.receive, reading)
     else:
-        text_request, make_reader = read()
+        text_request, readers = read()
     job = await admit(edge, request, body, text_request)
-    answer = _Answer(edge, job, options, num_top=num_top, num_prompt_top=num_prompt_top, make_reader=make_reader)
+    answer = _Answer(edge, job, options, num_top=num_top, num_prompt_top=num_prompt_top, readers=readers)
     del body, read, text_request  # of megabytes perhaps, and the answer may take minutes
     if options.stream:
         return await open_stream(request, answer.events(), edge.ends)
@@ -54,24 +56,22 @@ async def answer_chat(edge: Edge, request: Request) -> Response:
     return await while_connected(request.receive, whole)
 
 
-def read_chat(
-    body: Body, edge: Edge, num_top: int | None, request_id: str, arrived_s: float
-) -> tuple[TextRequest, Callable[[], ChatReader]]:
-    """The body as a TextRequest, and what makes readers for its answers; a long one takes a while. Raises InvalidRequest naming
-    the field."""
+def read_chat(body: Body, edge: Edge, num_top: int | None, request_id: str, arrived_s: float) -> tuple[TextRequest, Readers]:
+    """The body as a TextRequest, and the readers of its answers; a long one takes a while. Raises InvalidRequest naming the
+    field."""
     refuse_unserved(body, CHAT_FIELDS)
     offer, prompt = read_offer(body, edge), render_prompt(body, edge.tokenizer.chat)
     body.names["prompt"] = "messages"
     sampling = with_forced(read_sampling(body, edge.defaults, logprobs=num_top), body)
     thinking = read_thinking(body, edge, prompt)
-    sampling = with_thought(with_free_calls(sampling, body, edge), thinking, body, edge)
+    sampling, thinking = with_thought(with_free_calls(sampling, body, edge), thinking, body, edge)
     request = read_request(body, request_id, (prompt,), sampling, add_special_tokens=False)  # the template writes BOS and EOS
     if request.max_tokens is not None and request.max_tokens < 1:  # intake would advise to echo the prompt, which a chat cannot
         name = body.names.get(LENGTH, LENGTH)
         raise InvalidRequest.of(name, f"must be at least 1; got {request.max_tokens}")
     body.refuse_misspelt()
     shown = () if offer is None else tuple(offer.hidden)
-    if thinking is not None and thinking.is_split:
+    if thinking is not None and thinking.stage is not Stage.ANSWERS:
         shown += thinking.marks.special
     conversion = replace(request.conversion, shown=shown)
     return replace(request, conversion=conversion, arrived_s=arrived_s), with_thoughts(reader_of(body, offer), thinking)
@@ -96,6 +96,10 @@ def _read_prompt_logprobs(body: Body, *, stream: bool) -> int | None:
     return num_top
 
 
+def _is_quiet(told_s: float) -> bool:
+    return time.monotonic() - told_s > QUIET_S
+
+
 class _Answer:
     """Writes one job's answer."""
 
@@ -107,28 +111,29 @@ class _Answer:
         *,
         num_top: int | None,
         num_prompt_top: int | None,
-        make_reader: Callable[[], ChatReader],
+        readers: Readers,
     ) -> None:
         self._edge = edge
         self._job = job
         self._options = options
         self._num_top = num_top
         self._num_prompt_top = num_prompt_top
-        self._readers = [make_reader() for _ in job.requests]  # one per choice
+        self._readers = [readers.make() for _ in job.requests]  # one per choice
         self._nothing = self._readers[0].nothing
+        self._no_thought = readers.nothing_thought()
         self._is_text = self._readers[0].is_text
-        self._tells_thoughts = isinstance(self._readers[0], ThoughtsReader) and self._readers[0].is_countable
+        self._counts_thoughts = readers.find_thoughts
         card = edge.card  # a router looks through its fleet for it
         self._envelope = partial(envelope, request_id=job.request_id, created=int(time.time()), card=card)
 
     def whole(self, transcript: Transcript) -> dict[str, Any]:
         """The response of a request that does not stream."""
-        transcript.num_thought = 0 if self._tells_thoughts else None
+        transcript.num_thought = 0 if self._counts_thoughts else None
         choices = []
         for choice in transcript.choices:
             shown: dict[str, Any] = {
                 "index": choice.index,
-                "message": _MESSAGE | self._readers[choice.index].message(choice.text),
+                "message": _MESSAGE | self._no_thought | self._readers[choice.index].message(choice.text),
                 "logprobs": self._logprobs(choice.logprobs),
                 "finish_reason": self._readers[choice.index].finish_reason(choice.finish) if choice.finish else None,
                 "stop_reason": choice.stop,
@@ -154,13 +159,14 @@ class _Answer:
     async def events(self) -> AsyncGenerator[Event]:
         """The chunks of a request that streams: the role first, then text, then a finish reason for each choice."""
         transcript = self._edge.transcript(self._job, keep="counts")
-        transcript.num_thought = 0 if self._tells_thoughts else None
+        transcript.num_thought = 0 if self._counts_thoughts else None
         plain = None
         if self._num_top is None and self._is_text and not self._options.shows_more:
             plain = PlainChunks(
                 lambda delta: self._options.with_usage(self._text_chunk(delta, {"content": delta.text}), transcript)
             )
         opened: set[int] = set()
+        told_s = time.monotonic()
         async with aclosing(self._edge.stream(self._job)) as deltas:
             async for delta in deltas:
                 transcript.add(delta)
@@ -175,7 +181,8 @@ class _Answer:
                     chunk = plain.chunk(delta, delta.fingerprint)
                 if chunk is not None:
                     yield chunk
-                elif (news := self._news(delta, transcript)) or delta.logprobs or shows_tokens:
+                elif (news := self._news(delta, transcript)) or delta.logprobs or shows_tokens or _is_quiet(told_s):
+                    told_s = time.monotonic()
                     yield self._options.with_usage(self._text_chunk(delta, news), transcript)
                 if delta.finish is not None:
                     self._count(delta.index)
@@ -202,7 +209,9 @@ class _Answer:
             transcript.num_thought += reader.count(token_ids)
 
     def _text_chunk(self, delta: Delta, news: dict[str, Any]) -> dict[str, Any]:
-        event = self._chunk(delta, news or {"content": self._nothing}, logprobs=self._logprobs(delta.logprobs))
+        event = self._chunk(
+            delta, news or {"content": self._readers[delta.index].nothing}, logprobs=self._logprobs(delta.logprobs)
+        )
         if self._options.return_token_ids:
             event["choices"][0]["token_ids"] = list(delta.token_ids)
         return event
@@ -217,6 +226,8 @@ class _Answer:
     def _chunk(
         self, delta: Delta, shown: dict[str, Any], *, logprobs: dict[str, Any] | None = None, finish: str | None = None
     ) -> dict[str, Any]:
+        if self._no_thought:
+            shown = {THOUGHT_FIELDS[0]: None} | shown
         choice = {"index": delta.index, "delta": shown, "logprobs": logprobs, "finish_reason": finish}
         return self._envelope("chat.completion.chunk", [choice], delta.fingerprint)
 

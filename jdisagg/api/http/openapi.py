@@ -126,7 +126,10 @@ _VARIABLES: dict[str, Any] = {  # of templates, and advice beside them
     "chat_template_kwargs": {"type": "object"},
     "chat_template_args": {"type": "object", "description": "chat_template_kwargs by another name"},
     "reasoning_effort": {"enum": list(EFFORTS)},
-    "reasoning": {"type": "object", "properties": {"effort": {"enum": list(EFFORTS)}, "exclude": _BOOLEAN}},
+    "reasoning": {
+        "type": "object",
+        "properties": {"effort": {"enum": list(EFFORTS)}, "enabled": _BOOLEAN, "exclude": _BOOLEAN},
+    },
     "enable_thinking": _BOOLEAN,
     "thinking": {"type": "object", "properties": {"type": {"enum": list(KINDS)}}},
     "think": _BOOLEAN,

@@ -13,6 +13,7 @@ KINDS = {"enabled": True, "disabled": False, "auto": None}  # of `thinking`; Non
 _VARIABLES, _ARGUMENTS = "chat_template_kwargs", "chat_template_args"  # vLLM's name and Dynamo's
 _SWITCHES = ("enable_thinking", "thinking")  # as templates call it: Qwen's and GLM's, DeepSeek's and Kimi's
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "documents", "self"})
+_BESIDE_EFFORT = ("enabled", "exclude")  # in OpenRouter's `reasoning`
 _SPARE = (None, "", {})
 
 
@@ -51,15 +52,15 @@ def _effort(body: Body) -> str | None:
     effort, inner = body.get("reasoning_effort"), body.said("reasoning")
     if effort is not None and effort not in EFFORTS:
         raise wrong_type("reasoning_effort", f"one of {', '.join(EFFORTS)}", effort)
-    if isinstance(inner, dict) and isinstance(inner.get("exclude"), bool):  # see `is_excluded`
-        inner = {name: value for name, value in inner.items() if name != "exclude"}
+    if isinstance(inner, dict):  # see `is_excluded` and `_switch`
+        inner = {name: value for name, value in inner.items() if name not in _BESIDE_EFFORT or not isinstance(value, bool)}
     if inner in _SPARE:
         return effort
     match inner:
         case {"effort": str(found), **others} if found in EFFORTS and not others:
             pass
         case _:
-            wanted = f"an object of effort, one of {', '.join(EFFORTS)}, and exclude, true or false"
+            wanted = f"an object that may have effort, one of {', '.join(EFFORTS)}, enabled and exclude, true or false"
             raise wrong_type("reasoning", wanted, inner)
     if effort not in (None, found):
         told = f"its effort must equal reasoning_effort = {effort} or be left out; got {found}"
@@ -70,6 +71,8 @@ def _effort(body: Body) -> str | None:
 def _switch(body: Body) -> bool | None:
     """Whether to think, by the names that it has outside of `chat_template_kwargs`; None = not said."""
     told = {"enable_thinking": _boolean(body, "enable_thinking"), "thinking": _kind(body), "think": _boolean(body, "think")}
+    if isinstance(inner := body.get("reasoning"), dict) and isinstance(enabled := inner.get("enabled"), bool):
+        told["reasoning"] = enabled
     said = [(name, value) for name, value in told.items() if value is not None]
     for name, value in said[1:]:
         if value != said[0][1]:

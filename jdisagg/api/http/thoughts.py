@@ -11,13 +11,14 @@ from typing import Any
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.sampling_bounds import MAX_GRAMMAR_BYTES
 from jdisagg.api.http.body import Body, wrong_type
+from jdisagg.api.http.call_grammars import TOOLS
 from jdisagg.api.http.calls import MessageReader
 from jdisagg.api.http.continued import CONTINUES
-from jdisagg.api.http.grammars import ALLOWED_TOKENS, GRAMMAR
+from jdisagg.api.http.grammars import ALLOWED_TOKENS, GRAMMAR, RESPONSE_FORMAT
 from jdisagg.api.http.messages import THOUGHT_FIELDS
 from jdisagg.api.http.template_variables import is_excluded
-from jdisagg.core.errors import InvalidRequest
-from jdisagg.core.requests import FinishReason, SamplingParams
+from jdisagg.core.errors import ConfigError, InvalidRequest
+from jdisagg.core.requests import FinishReason, GrammarKind, SamplingParams
 from jdisagg.text.thoughts import (
     BEGIN,
     END,
@@ -57,47 +58,51 @@ class Thinking:
     stage: Stage
     shown: Shown
     marks: ThoughtMarks
-
-    @property
-    def is_split(self) -> bool:
-        """A thought is not part of the content."""
-        return self.stage is not Stage.ANSWERS and self.shown is not Shown.IN_CONTENT
+    takes_blanks: bool = True  # behind a thought, which are no text of the answer
 
 
 def choose_marks(name: str, tokenizer: Tokenizer) -> ThoughtMarks | None:
-    """`name`: as `--reasoning-parser` has it; None: thoughts stay in content. Logs what was found."""
-    marks = read_marks(tokenizer)
-    if name == "none" or (name == "auto" and (marks.begin_id is None or marks.end_id is None)):
-        return None
-    log.info("thoughts are read between %s and %s (to leave them in content: --reasoning-parser none)", BEGIN, END)
+    """`name`: as `--reasoning-parser` has it; None: thoughts stay in content. Logs what was found. Raises ConfigError where the
+    model has no such marks."""
+    marks = None if name == "none" else read_marks(tokenizer)
+    if marks is not None:
+        log.info("thoughts are read between %s and %s (to leave them in content: --reasoning-parser none)", BEGIN, END)
+    elif name not in ("none", "auto"):
+        told = f"{BEGIN} and {END} are no tokens of this model, so nothing tells where its thoughts end; leave it out"
+        raise ConfigError(f"--reasoning-parser: got {name!r}, but {told}")
     return marks
 
 
 def read_thinking(body: Body, edge: Edge, prompt: str) -> Thinking | None:
     """None: nothing is looked for. Raises InvalidRequest for fields that contradict each other, or ask for a thought to be told
-    from the answer where it cannot be."""
-    told = _told(body)
+    from the answer where it cannot be, and for a thought that is to be continued and is no content."""
+    told, continued = _told(body), _continued(body)
     for name, shown in list(told.items())[1:]:
         if shown is not next(iter(told.values())):
             raise InvalidRequest.of(name, f"says the opposite of {next(iter(told))}; leave out one of the two")
     name, shown = next(iter(told.items()), ("", Shown.BESIDE))
     if edge.thought_marks is not None:
-        return Thinking(stage_behind(prompt, _continued(body)), shown, edge.thought_marks)
+        return Thinking(stage_behind(prompt, continued), shown, edge.thought_marks)
     if name and shown is not Shown.IN_CONTENT:
         raise InvalidRequest.of(name, "what this model thinks stays in content; leave it out, or see --reasoning-parser")
     return None
 
 
-def with_thought(sampling: SamplingParams, thinking: Thinking | None, body: Body, edge: Edge) -> SamplingParams:
-    """`sampling` that was read of a chat: what the answer has to be begins behind the thought. Raises InvalidRequest where it
-    is too long by that."""
-    if sampling.grammar is None or thinking is None or body.names.get(GRAMMAR) == ALLOWED_TOKENS:
-        return sampling
-    grammar = behind_thought(sampling.grammar, thinking.stage, thinking.marks, edge.tokenizer.special_ids)
-    if (num_bytes := len(grammar.text.encode())) > MAX_GRAMMAR_BYTES:
+def with_thought(
+    sampling: SamplingParams, thinking: Thinking | None, body: Body, edge: Edge
+) -> tuple[SamplingParams, Thinking | None]:
+    """`sampling` that was read of a chat: what the answer has to be begins behind the thought, and where a client wrote it
+    itself, it begins there with the first character. Raises InvalidRequest where it is too long by that."""
+    grammar, name = sampling.grammar, body.names.get(GRAMMAR)
+    if grammar is None or thinking is None or name == ALLOWED_TOKENS:
+        return sampling, thinking
+    takes_blanks = grammar.kind is GrammarKind.JSON_SCHEMA or name in (TOOLS, RESPONSE_FORMAT)
+    never = edge.tokenizer.special_ids
+    whole = behind_thought(grammar, thinking.stage, thinking.marks, never, takes_blanks=takes_blanks)
+    if whole is not grammar and (num_bytes := len(whole.text.encode())) > MAX_GRAMMAR_BYTES:
         told = f"with the thought before it, it may have at most {MAX_GRAMMAR_BYTES} bytes; got {num_bytes}; shorten it"
-        raise InvalidRequest.of(body.names[GRAMMAR], told)
-    return replace(sampling, grammar=grammar)
+        raise InvalidRequest.of(name or GRAMMAR, told)
+    return replace(sampling, grammar=whole), replace(thinking, takes_blanks=takes_blanks)
 
 
 class ThoughtsReader:
@@ -105,10 +110,9 @@ class ThoughtsReader:
 
     def __init__(self, inner: MessageReader, thinking: Thinking) -> None:
         self.is_text = inner.is_text
-        self.nothing = inner.nothing
         self._inner = inner
-        self._reader = ThoughtReader(thinking.stage)
-        self._is_shown = thinking.shown is Shown.BESIDE
+        self._reader = ThoughtReader(thinking.stage, trims=thinking.takes_blanks)
+        self._shown = thinking.shown
         self._end_id = thinking.marks.end_id
         self._num_tokens = 0  # not yet told of
         self._is_counted = False
@@ -119,14 +123,14 @@ class ThoughtsReader:
         return self._inner.is_plain and self._reader.is_over
 
     @property
+    def nothing(self) -> str | None:
+        """See CallsReader."""
+        return None if self._reader.stage is Stage.THINKS else self._inner.nothing
+
+    @property
     def outcome(self) -> str | None:
         """See CallsReader."""
         return self._inner.outcome
-
-    @property
-    def is_countable(self) -> bool:
-        """The end of the thought is a token."""
-        return self._end_id is not None
 
     def count(self, token_ids: Sequence[int]) -> int:
         """How many more tokens are known to be of the thought, with its marks, now that these have come, and their text has."""
@@ -140,36 +144,56 @@ class ThoughtsReader:
 
     def message(self, text: str) -> dict[str, Any]:
         """See TextReader; with the thought."""
-        first, rest = self._reader.push(text), self._reader.flush()
-        thought, answer = first.thought + rest.thought, first.answer + rest.answer
-        message = self._inner.message(answer)
-        if thought or self._reader.has_thought:
-            message["content"] = message.get("content") or None
-        return message | self._told(thought)
+        piece = self._read(text, is_last=True)
+        message = self._inner.message(piece.answer)
+        content = message.get("content") or ""
+        if self._shown is Shown.IN_CONTENT:
+            content = piece.before + content
+        if self._reader.has_thought:
+            message["content"] = content or None
+        return message | self._told(piece)
 
     def news(self, text: str, *, is_last: bool) -> dict[str, Any]:
         """See TextReader."""
-        first = self._reader.push(text)
-        rest = self._reader.flush() if is_last else Piece()
-        news = self._inner.news(first.answer + rest.answer, is_last=is_last)
-        return self._told(first.thought + rest.thought) | news
+        piece = self._read(text, is_last=is_last)
+        news = self._inner.news(piece.answer, is_last=is_last)
+        if self._shown is Shown.IN_CONTENT and piece.before:
+            news["content"] = piece.before + (news.get("content") or "")
+        return self._told(piece) | news
 
     def finish_reason(self, finish: FinishReason) -> str:
         """See TextReader."""
         return self._inner.finish_reason(finish)
 
-    def _told(self, thought: str) -> dict[str, Any]:
-        return dict.fromkeys(THOUGHT_FIELDS, thought) if thought and self._is_shown else {}
+    def _read(self, text: str, *, is_last: bool) -> Piece:
+        first = self._reader.push(text)
+        rest = self._reader.flush() if is_last else Piece()
+        return Piece(first.thought + rest.thought, first.answer + rest.answer, first.before + rest.before)
+
+    def _told(self, piece: Piece) -> dict[str, Any]:
+        return dict.fromkeys(THOUGHT_FIELDS, piece.thought) if piece.thought and self._shown is Shown.BESIDE else {}
 
 
 ChatReader = MessageReader | ThoughtsReader
 
 
-def with_thoughts(make: Callable[[], MessageReader], thinking: Thinking | None) -> Callable[[], ChatReader]:
-    """What makes readers for the answers to a chat, of which `thinking` was read."""
-    if thinking is None or not thinking.is_split:
-        return make
-    return lambda: ThoughtsReader(make(), thinking)
+@dataclass(frozen=True, slots=True)
+class Readers:
+    """Of the answers to one chat."""
+
+    make: Callable[[], ChatReader]
+    find_thoughts: bool  # where there is one
+
+    def nothing_thought(self) -> dict[str, None]:
+        """The fields of a message without a thought: clients look for them where models may think."""
+        return dict.fromkeys(THOUGHT_FIELDS) if self.find_thoughts else {}
+
+
+def with_thoughts(make: Callable[[], MessageReader], thinking: Thinking | None) -> Readers:
+    """Those that `make` makes, for a chat of which `thinking` was read."""
+    if thinking is None or thinking.stage is Stage.ANSWERS:
+        return Readers(make, thinking is not None)
+    return Readers(lambda: ThoughtsReader(make(), thinking), True)
 
 
 def _told(body: Body) -> dict[str, Shown]:
@@ -190,6 +214,11 @@ def _continued(body: Body) -> str | None:
     """The text that the answer goes on with; None where it begins a message."""
     if not body.boolean(CONTINUES):
         return None
-    content = body.objects("messages")[-1].get("content") or ""
+    message = body.objects("messages")[-1]
+    content = message.get("content") or ""
     last = content[-1] if isinstance(content, list) else content
-    return last if isinstance(last, str) else str(last.get("text", ""))
+    text = last if isinstance(last, str) else str(last.get("text", ""))
+    if not text.strip() and any(message.get(name) for name in THOUGHT_FIELDS):
+        told = f"templates show no thought that has no answer yet; to go on with it, send it as content, {BEGIN} first"
+        raise InvalidRequest.of(CONTINUES, told)
+    return text

@@ -78,7 +78,10 @@ _EVERYWHERE = (
     Unserved(("lora_path", "lora", "adapter_id"), "adapters are not served; merge it into the model, or leave it out"),
     Unserved(("session_params",), "requests are independent; send the whole prompt each time"),
     Unserved(
-        ("thinking_token_budget", "reasoning_budget", "max_thinking_tokens"),
+        (
+            *("thinking_token_budget", "reasoning_budget", "max_thinking_tokens"),
+            *("thinking_budget_tokens", "max_reasoning_tokens"),
+        ),
         "thinking has no limit of its own; use max_tokens for the whole answer",
         (None, -1),
     ),

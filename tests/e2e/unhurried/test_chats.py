@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,7 +24,7 @@ TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content or '' }}"
     '{% for c in m.tool_calls %}\n<tool_call>\n{{ \'{\' }}"name": "{{ c.function.name }}", '
     "\"arguments\": {{ c.function.arguments | tojson }}{{ '}' }}\n</tool_call>{% endfor %}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% if thinks %}<think>\n{% endif %}{% endif %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if thinks %}<think>\n{% else %}<think></think>{% endif %}{% endif %}"
 )
 MARKS = {"<|system|>": "<think>", "<|user|>": "</think>"}  # tokens of the tiny model that get another name
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "weather"}}]
@@ -117,9 +118,7 @@ def think(client: openai.OpenAI, seed: str, *, stream: bool, thinks: bool = True
     }
     messages: list[Any] = [{"role": "user", "content": f"number {seed}"}]
     variables = {"chat_template_kwargs": {"thinks": thinks}}
-    return client.chat.completions.create(
-        messages=messages, seed=int(seed), response_format=IN_FORM, stream=stream, extra_body=variables, **more
-    )
+    return client.chat.completions.create(messages=messages, seed=int(seed), stream=stream, extra_body=variables, **more)
 
 
 def test_the_form_of_an_answer_begins_behind_its_thought(fleet: Fleet) -> None:
@@ -133,10 +132,10 @@ def test_the_form_of_an_answer_begins_behind_its_thought(fleet: Fleet) -> None:
             assert ends.count("stop") > len(SEEDS) / 2
             no_thought = think(client, "1", stream=False, thinks=False).choices[0].message
             assert json.loads(no_thought.content)["n"] in (12, 345)
-            assert "reasoning_content" not in no_thought.model_extra
+            assert no_thought.reasoning_content is None
 
 
-def whole_as_streamed(client: openai.OpenAI, seed: str) -> str:
+def whole_as_streamed(client: openai.OpenAI, seed: str) -> Any:
     """How the answer ended, at once and in a stream."""
     answer = think(client, seed, stream=False)
     message, finish = answer.choices[0].message, answer.choices[0].finish_reason
@@ -193,17 +192,13 @@ def goes_on_exactly(fleet: Fleet, ask: Callable[[openai.OpenAI, str], Any], name
 
 def essence(chunks: Iterable[Any]) -> dict[int, list[str]]:
     """All of each choice but for the ids of its calls: thought, names, arguments and content as one text, and how it ended."""
-    found: dict[int, list[str]] = {}
-    thoughts: dict[int, str] = {}
-    for chunk in chunks:
-        for choice in chunk.choices:
-            said = found.setdefault(choice.index, ["", ""])
-            thoughts[choice.index] = thoughts.get(choice.index, "") + (choice.delta.model_extra or {}).get(
-                "reasoning_content", ""
-            )
-            said[0] += choice.delta.content or ""
-            for part in choice.delta.tool_calls or ():
-                begins = part.id is not None
-                said[0] += (f"<{part.index}: {part.function.name}>" if begins else "") + part.function.arguments
-            said[1] += choice.finish_reason or ""
-    return {index: [f"({thoughts[index]}){said[0]}" if thoughts[index] else said[0], said[1]] for index, said in found.items()}
+    thoughts, texts, ends = defaultdict[int, str](str), defaultdict[int, str](str), defaultdict[int, str](str)
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        index, delta = choice.index, choice.delta
+        thoughts[index] += delta.reasoning_content or ""
+        texts[index] += delta.content or ""
+        for part in delta.tool_calls or ():
+            begins = part.id is not None
+            texts[index] += (f"<{part.index}: {part.function.name}>" if begins else "") + part.function.arguments
+        ends[index] += choice.finish_reason or ""
+    return {index: [f"({thoughts[index]}){texts[index]}", end] for index, end in ends.items()}

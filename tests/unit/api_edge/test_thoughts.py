@@ -13,7 +13,9 @@ import pytest
 import tokenizers
 
 from jdisagg.api.generation.sampling_bounds import MAX_GRAMMAR_BYTES
+from jdisagg.api.http import chat
 from jdisagg.api.http.thoughts import choose_marks
+from jdisagg.core.errors import ConfigError
 from jdisagg.core.requests import GrammarKind
 from jdisagg.text.calls.formats import FORMATS
 from jdisagg.text.thoughts import BEGIN, END
@@ -29,6 +31,8 @@ TEMPLATE = (  # as Qwen 3's: no thought where none is wanted; as DeepSeek R1's w
 )
 TOOLS = {"tools": [{"type": "function", "function": {"name": "weather"}}]}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+FORCED_CALL = '{"name":"weather","parameters":{}}'
+FORCED = TOOLS | {"tool_choice": "required"}
 OPEN = {"chat_template_kwargs": {"thinks": True}}
 THOUGHT = f"{BEGIN}\nwhy the fox?\n{END}\n\n"
 Shown = tuple[str | None, str | None, str]  # what was thought, content, finish_reason
@@ -51,6 +55,12 @@ CASES: list[tuple[str, dict[str, Any], Shown]] = [
     (f"{THOUGHT}fox", {"separate_reasoning": False}, (None, f"{THOUGHT}fox", "stop")),
     (f"{BEGIN}{CALL}?{END}{CALL}", TOOLS, (f"{CALL}?", None, "tool_calls")),
     (f"{BEGIN}{CALL}?{END}fox", TOOLS, (f"{CALL}?", "fox", "stop")),
+    (f"{THOUGHT}{CALL}", TOOLS | {"separate_reasoning": False}, (None, THOUGHT, "tool_calls")),
+    (f"{THOUGHT}[{FORCED_CALL}]", FORCED, ("why the fox?", None, "tool_calls")),
+    (f"{THOUGHT}[{FORCED_CALL}]", FORCED | {"separate_reasoning": False}, (None, THOUGHT, "tool_calls")),
+    (f"{BEGIN}[{FORCED_CALL}]", FORCED | {"separate_reasoning": False}, (None, f"{BEGIN}[{FORCED_CALL}]", "stop")),
+    (f"{THOUGHT} fox", {"structured_outputs": {"choice": [" fox"]}}, ("why the fox?", "\n\n fox", "stop")),
+    (f'{THOUGHT}{{"a": 1}}', {"response_format": {"type": "json_object"}}, ("why the fox?", '{"a": 1}', "stop")),
 ]
 
 
@@ -106,11 +116,12 @@ def test_a_thought_is_told_from_the_answer_at_once_and_in_a_stream(
             answer = await ask(http, **asked)
             for choice in answer["choices"]:
                 message = choice["message"]
-                assert (message.get("reasoning"), message["content"], choice["finish_reason"]) == wanted
-                assert message.get("reasoning_content") == wanted[0]
+                assert (message["reasoning"], message["content"], choice["finish_reason"]) == wanted
+                assert message["reasoning_content"] == wanted[0]
                 assert bool(message.get("tool_calls")) == (wanted[2] == "tool_calls")
             for engine.tokens_per_output in (1, 5):
                 chunks = await stream(http, **asked)
+                assert all("reasoning_content" in choice["delta"] for chunk in chunks for choice in chunk["choices"])
                 for index in range(asked.get("n", 1)):
                     assert joined(chunks, index, "reasoning") == joined(chunks, index, "reasoning_content") == wanted[0]
                     assert joined(chunks, index, "content") == (wanted[1] or None)
@@ -152,7 +163,9 @@ def test_tokens_of_a_thought_are_counted_with_its_marks(thinker: Tokenizer) -> N
             assert usage["completion_tokens_details"] == {"reasoning_tokens": num_thought}
             assert (await ask(http, n=3))["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3 * num_thought}
             assert (await ask(http, max_tokens=3))["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
-            assert "completion_tokens_details" not in (await ask(http, separate_reasoning=False))["usage"]
+            for asked in ({"separate_reasoning": False}, {"include_reasoning": False}):
+                assert (await ask(http, **asked))["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_thought}
+            assert (await ask(http, enable_thinking=False))["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
             for engine.tokens_per_output in (1, 4):
                 options = {"include_usage": True, "continuous_usage_stats": True}
                 counts = [
@@ -186,18 +199,19 @@ def test_what_the_answer_has_to_be_begins_behind_the_thought(thinker: Tokenizer)
                 assert grammar.kind is GrammarKind.LARK
                 assert grammar.text.startswith(begins)
                 assert f"start: (<[{thinker.token_id(BEGIN)}]>" in grammar.text
+                assert ("{1,8}" in grammar.text) == ("structured_outputs" not in asked), "blanks are of a client's own grammar"
                 await ask(http, **asked, enable_thinking=False)
                 grammar = engine.requests[-1].sampling.grammar
                 assert grammar is not None
-                assert "THOUGHT" not in grammar.text
+                assert "start: (<[" not in grammar.text
                 await ask(http, **asked, separate_reasoning=False)
                 grammar = engine.requests[-1].sampling.grammar
                 assert grammar is not None
-                assert "THOUGHT" in grammar.text, "the model thinks, wherever that is shown"
+                assert "start: (<[" in grammar.text, "the model thinks, wherever that is shown"
             await ask(http, allowed_token_ids=[5, 6])
             grammar = engine.requests[-1].sampling.grammar
             assert grammar is not None
-            assert "THOUGHT" not in grammar.text, "these are all tokens of the answer"
+            assert "start: (<[" not in grammar.text, "these are all tokens of the answer"
             long = {"structured_outputs": {"regex": "a" * MAX_GRAMMAR_BYTES}}
             response = await http.post(PATH, json=CHAT | long)
             assert response.status_code == 400
@@ -257,27 +271,63 @@ def test_marks_that_are_special_tokens_are_found_and_not_shown(tmp_path: Path) -
                 assert message["content"].startswith("fox")
                 assert BEGIN not in json.dumps(message)
             message = (await ask(http, separate_reasoning=False))["choices"][0]["message"]
-            assert message["content"] == "\nwhy the fox?\n\n\nfox", "as all special tokens, they are skipped"
+            assert message["content"] == f"{THOUGHT}fox"
 
     run(check())
 
 
-def test_marks_in_letters_are_looked_for_where_the_parser_is_named(
-    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+def test_a_parser_that_is_named_for_a_model_without_its_marks_ends_the_start(
+    tokenizer: Tokenizer, thinker: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def check() -> None:
-        engine = FakeEngine(tokenizer, f"{THOUGHT}fox", max_model_len=4096)
-        async with asking(engine, tokenizer, "deepseek_r1") as http:
-            answer = await ask(http, structured_outputs={"regex": "fox"})
-            assert answer["choices"][0]["message"]["reasoning"] == "why the fox?"
-            assert "completion_tokens_details" not in answer["usage"], "letters of a mark are parts of other tokens, too"
-            assert engine.requests[-1].sampling.grammar is not None
-            assert engine.requests[-1].sampling.grammar.text == "fox", "no grammar can tell where the thought ends"
-
     assert choose_marks("auto", tokenizer) is None
+    with pytest.raises(ConfigError, match="--reasoning-parser: got 'deepseek_r1', but <think> and </think> are no tokens"):
+        choose_marks("deepseek_r1", tokenizer)
     with caplog.at_level("INFO"):
-        run(check())
+        assert choose_marks("deepseek_r1", thinker) == choose_marks("auto", thinker)
     assert "thoughts are read between <think> and </think>" in caplog.text
+
+
+def test_a_thought_without_an_answer_is_continued_as_content_alone(thinker: Tokenizer) -> None:
+    async def check() -> None:
+        async with asking(FakeEngine(thinker, "fox"), thinker) as http:
+            for content in (None, "", []):
+                cut = {"role": "assistant", "content": content, "reasoning_content": "the"}
+                asked = CHAT | {"messages": [*CHAT["messages"], cut], "continue_final_message": True}
+                for path in (PATH, "/tokenize"):
+                    response = await http.post(path, json=asked)
+                    assert (response.status_code, response.json()["error"]["param"]) == (400, "continue_final_message")
+                    assert "send it as content, <think> first" in response.text
+
+    run(check())
+
+
+def test_a_stream_whose_thought_is_hidden_is_not_quiet_for_long(thinker: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check() -> None:
+        engine = FakeEngine(thinker, f"{THOUGHT}fox", max_model_len=4096)
+        async with asking(engine, thinker) as http:
+            silent = {"reasoning_content": None, "content": None}
+            before = await stream(http, include_reasoning=False)
+            monkeypatch.setattr(chat, "QUIET_S", -1.0)
+            chunks = await stream(http, include_reasoning=False)
+            assert len(chunks) >= len(before) + 5
+            assert [chunk["choices"][0]["delta"] for chunk in chunks[1:5]] == [silent] * 4
+            assert joined(chunks, 0, "content") == joined(before, 0, "content") == "fox"
+
+    run(check())
+
+
+def test_while_a_model_thinks_no_chunk_has_content(thinker: Tokenizer) -> None:
+    async def check() -> None:
+        engine = FakeEngine(thinker, f"the\n\n\nfox{END}dog", max_model_len=4096)
+        engine.delay_s = 0.02  # each token is a delta then
+        async with asking(engine, thinker) as http:
+            chunks = await stream(http, return_token_ids=True, logprobs=True, **OPEN)
+            said = [chunk["choices"][0]["delta"]["content"] for chunk in chunks if "content" in chunk["choices"][0]["delta"]]
+            first = next(index for index, content in enumerate(said) if content is not None)
+            assert first > 2, "there are the first chunk, and those of blanks, which may be the thought's last"
+            assert "".join(said[first:]) == "dog"
+
+    run(check())
 
 
 def test_openais_client_finds_what_was_thought(thinker: Tokenizer) -> None:
@@ -286,7 +336,8 @@ def test_openais_client_finds_what_was_thought(thinker: Tokenizer) -> None:
         async with serving(engine, thinker, thought_marks=choose_marks("auto", thinker)) as served:
             answer = await served.client.chat.completions.create(**CHAT)
             message = answer.choices[0].message
-            assert (message.content, message.model_extra["reasoning_content"]) == ("fox", "why the fox?")  # pyright: ignore[reportOptionalSubscript]
+            assert message.content == "fox"
+            assert getattr(message, "reasoning_content") == getattr(message, "reasoning") == "why the fox?"  # noqa: B009
             assert answer.usage is not None
             assert answer.usage.completion_tokens_details is not None
             assert answer.usage.completion_tokens_details.reasoning_tokens

@@ -96,8 +96,8 @@ REFUSED_IN_CHAT: list[tuple[str, Any]] = [
         ("reasoning", value)
         for value in ({"effort": "extreme"}, {"effort": ["low"]}, {"effort": False}, "low", True, False, 0, [])
     ),
-    *(("reasoning", {"effort": "low"} | more) for more in ({"max_tokens": 64}, {"exclude": True}, {"enabled": True})),
-    *(("reasoning", value) for value in ({"enabled": False}, {"max_tokens": 64}, {"exclude": True}, {"exclude": 0})),
+    *(("reasoning", {"effort": "low"} | more) for more in ({"max_tokens": 64}, {"exclude": True}, {"enabled": "no"})),
+    *(("reasoning", value) for value in ({"enabled": 1}, {"max_tokens": 64}, {"exclude": True}, {"exclude": 0})),
     *(
         ("thinking", value)
         for value in ({"type": "adaptive"}, {"type": True}, {"budget_tokens": 64}, "enabled", True, False, [])
@@ -178,6 +178,7 @@ ACCEPTED_IN_CHAT: list[tuple[str, Any]] = [
     *(("reasoning", {"effort": "low"} | more) for more in ({}, {"summary": None}, {"exclude": False})),
     ("chat_template_args", {"enable_thinking": False}),
     *(("reasoning", value) for value in ({}, {"effort": None, "summary": None}, {"exclude": False, "max_tokens": None})),
+    *(("reasoning", {"effort": "low"} | more) for more in ({"enabled": True}, {"enabled": False, "exclude": False})),
     *(("thinking", value) for value in ({}, {"type": None}, {"type": "auto"})),
     ("functions", []),
     ("function_call", "none"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import hypothesis
@@ -41,10 +40,12 @@ TEXTS = [  # the stage in which an answer begins, all of it, its thought and the
 ]
 
 
-def read(stage: Stage, parts: list[str]) -> tuple[str, str]:
-    reader = ThoughtReader(stage)
+def read(stage: Stage, parts: list[str], *, trims: bool = True) -> tuple[str, str]:
+    reader = ThoughtReader(stage, trims=trims)
     pieces = [*map(reader.push, parts), reader.flush()]
-    return "".join(piece.thought for piece in pieces), "".join(piece.answer for piece in pieces)
+    thought, answer, before = ("".join(getattr(piece, name) for piece in pieces) for name in ("thought", "answer", "before"))
+    assert before + answer == "".join(parts), "all of the text is before the answer or the answer"
+    return thought, answer
 
 
 @pytest.mark.parametrize(("stage", "text", "thought", "answer"), TEXTS)
@@ -53,6 +54,11 @@ def test_a_thought_ends_at_its_mark_and_blanks_around_it_are_no_text(
 ) -> None:
     assert read(stage, [text]) == (thought, answer)
     assert read(stage, list(text)) == (thought, answer)
+
+
+def test_blanks_behind_a_thought_are_the_answers_where_they_may_be() -> None:
+    for parts in ([f"why?\n{END}\n fox"], list(f"why?\n{END}\n fox")):
+        assert read(Stage.THINKS, parts, trims=False) == ("why?", "\n fox")
 
 
 @hypothesis.given(
@@ -123,8 +129,9 @@ def test_a_grammar_begins_behind_the_thought(
     thinking: Tokenizer, grammars: Grammars, given: tuple[Grammar, str, str], stage: Stage
 ) -> None:
     grammar, good, bad = given
-    marks = read_marks(thinking)
-    whole = behind_thought(grammar, stage, marks, thinking.special_ids)
+    marks = marks_of(thinking)
+    takes_blanks = grammar.kind is GrammarKind.JSON_SCHEMA
+    whole = behind_thought(grammar, stage, marks, thinking.special_ids, takes_blanks=takes_blanks)
     begun = "" if stage is Stage.THINKS else BEGIN
 
     def ids(text: str) -> tuple[int, ...]:
@@ -136,38 +143,43 @@ def test_a_grammar_begins_behind_the_thought(
         matcher.advance([token_id])
     assert marks.end_id in allowed(matcher)
     assert not allowed(matcher) & (thinking.special_ids | {EOS}), "a thought has an end, and no other message in it"
-    for text in (f"{END}{good}", f"{END}\n\n{good}"):
-        ended = advanced(grammars, whole, ids(f"{begun}fox{text}"))
-        assert ended.error == ""
-        assert EOS in allowed(ended)
+    for blanks in ("", "\n\n"):
+        ended = advanced(grammars, whole, ids(f"{begun}fox{END}{blanks}{good}"))
+        assert (ended.error == "") == (not blanks or takes_blanks)
+        assert ended.error or EOS in allowed(ended)
     assert advanced(grammars, whole, ids(f"{begun}fox{END}{bad}")).error
     at_once = advanced(grammars, whole, ids(good))
     assert (EOS in allowed(at_once)) == (stage is Stage.MAY_THINK), "a model may think, or has begun to"
 
 
 def test_where_nothing_is_thought_a_grammar_stays_as_it_is(thinking: Tokenizer) -> None:
-    marks, grammar = read_marks(thinking), GRAMMARS[0][0]
-    assert behind_thought(grammar, Stage.ANSWERS, marks, ()) is grammar
-    assert behind_thought(grammar, Stage.THINKS, ThoughtMarks(None, 7), ()) is grammar
-    assert behind_thought(grammar, Stage.MAY_THINK, ThoughtMarks(7, None), ()) is grammar
+    assert behind_thought(GRAMMARS[0][0], Stage.ANSWERS, marks_of(thinking), ()) is GRAMMARS[0][0]
 
 
 def test_what_is_wrong_with_a_grammar_is_told_of_the_lines_that_its_client_wrote(
     thinking: Tokenizer, grammars: Grammars
 ) -> None:
     wrong = Grammar(GrammarKind.LARK, 'start: "[" call\ncall: %json {"type": "bad"}')
-    whole = behind_thought(wrong, Stage.THINKS, read_marks(thinking), thinking.special_ids)
+    whole = behind_thought(wrong, Stage.THINKS, marks_of(thinking), thinking.special_ids)
     with pytest.raises(InvalidRequest, match=r"at 2\(7\): .*Invalid type: bad"):
         grammars.matcher(whole)
 
 
-def test_marks_that_are_special_tokens_are_named(thinking: Tokenizer, tmp_path: Path) -> None:
-    assert read_marks(thinking).special == ()
+def test_marks_are_known_where_both_are_tokens_and_special_ones_are_named(thinking: Tokenizer, tmp_path: Path) -> None:
+    assert marks_of(thinking).special == ()
     directory = train_byte_level(tmp_path)
-    assert read_marks(Tokenizer.from_directory(directory)) == ThoughtMarks(None, None)
+    assert read_marks(Tokenizer.from_directory(directory)) is None
     backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
-    backend.add_special_tokens([END])
-    backend.save(str(directory / "tokenizer.json"))
-    marks = read_marks(Tokenizer.from_directory(directory))
-    assert (marks.begin_id, marks.special) == (None, (END,))
-    assert json.loads((directory / "tokenizer.json").read_text())["added_tokens"][-1]["id"] == marks.end_id
+    for mark, wanted in ((END, None), (BEGIN, (BEGIN, END))):
+        backend.add_special_tokens([mark])
+        backend.save(str(directory / "tokenizer.json"))
+        marks = read_marks(Tokenizer.from_directory(directory))
+        assert (marks and marks.special) == wanted
+    assert marks is not None
+    assert (backend.id_to_token(marks.begin_id), backend.id_to_token(marks.end_id)) == (BEGIN, END)
+
+
+def marks_of(tokenizer: Tokenizer) -> ThoughtMarks:
+    marks = read_marks(tokenizer)
+    assert marks is not None
+    return marks
