@@ -71,6 +71,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         self._special_tokens = dict(special_tokens)
         self.has_two = tool_source is not None
+        self._sources = (source, tool_source or "")
         of_tools = source if tool_source is None else tool_source
         try:
             self._plain = self._known(environment, source)
@@ -78,6 +79,10 @@ class ChatTemplate:
             self.shows_tools = "tools" in meta.find_undeclared_variables(environment.parse(of_tools))
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
+
+    def names(self, text: str) -> bool:
+        """Whether it is written there."""
+        return any(text in source for source in self._sources)
 
     def is_text_shown(self, *, of_tools: bool) -> bool:
         """Whether, of a conversation that was tried, text was seen in the prompt; `of_tools`: where tools are offered."""

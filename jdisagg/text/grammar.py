@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -39,6 +40,7 @@ _BYTES_EACH = 512  # of what is compiled, for a character; 60,000 letters take 4
 _MOST_OF_ERROR = 300  # characters
 _ROW = "Current row has"  # of `max_items_in_row`
 _FEWER = "; of an object of a JSON schema, require more properties, or have fewer properties"
+_SCHEMA_ALONE = re.compile(r"answer: %json [^\n]*\nstart: [^\n%]* answer")  # behind a thought, see `thoughts`
 _EBNF = "::="  # stands in no Lark outside of its texts
 _IN_LARK = '; this looks like EBNF, which is not served: write it in Lark, as in start: "a" | "b"'
 _WHY = "error: "  # where a regular expression cannot be read, the line that says why begins so
@@ -239,7 +241,7 @@ class Grammars:
             if grammar.kind is GrammarKind.BAD_WORDS:
                 return BadWords(grammar.text, self._texts)
             read = _READERS[grammar.kind](grammar.text)
-            matcher = llguidance.LLMatcher(self._tokenizer, read, log_level=_QUIET, limits=_LIMITS[grammar.kind])
+            matcher = llguidance.LLMatcher(self._tokenizer, read, log_level=_QUIET, limits=_limits_of(grammar))
             first = matcher.compute_bitmask()  # of every sequence: what it finds is kept, too
             error = matcher.get_error() or self._ends_at_once(matcher, first)
         except ValueError as refused:
@@ -264,6 +266,11 @@ class Grammars:
                 return ""
             bits &= bits - 1
         return error
+
+
+def _limits_of(grammar: Grammar) -> llguidance.LLParserLimits:
+    is_schema = grammar.kind is GrammarKind.LARK and _SCHEMA_ALONE.fullmatch(grammar.text) is not None
+    return _LIMITS[GrammarKind.JSON_SCHEMA if is_schema else grammar.kind]
 
 
 def most_bytes(grammar: Grammar) -> int:

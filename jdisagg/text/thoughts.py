@@ -10,10 +10,11 @@ Qwen 3's writes a whole thought, of nothing, where the model is not to think. Bl
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
+
+import llguidance
 
 from jdisagg.core.requests import Grammar, GrammarKind
 from jdisagg.text.grammar import schema_in_lark
@@ -22,8 +23,6 @@ from jdisagg.text.tokenizer import Tokenizer
 
 BEGIN, END = "<think>", "</think>"
 _BLANKS = " \n\r\t"
-_ENDING = re.compile(r"\\.|[/\n\r]", re.DOTALL)  # of an expression between slashes, unless a backslash stands before it
-_ESCAPES = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
 _MOST_BLANKS = 64  # that are held back before a thought and at its end; more are text
 
 
@@ -42,6 +41,15 @@ class ThoughtMarks:
     begin_id: int
     end_id: int
     special: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """That may stand before an answer."""
+
+    stage: Stage  # in which the prompt leaves it
+    marks: ThoughtMarks
+    takes_blanks: bool = True  # behind it, which are no text of the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +76,16 @@ def stage_behind(prompt: str, continued: str | None = None) -> Stage:
     end = prompt.rstrip(_BLANKS)
     if end.endswith(BEGIN) or (continued is not None and continued.rfind(BEGIN) > continued.rfind(END)):
         return Stage.THINKS
-    return Stage.ANSWERS if continued is not None or end.endswith(END) else Stage.MAY_THINK
+    return Stage.ANSWERS if (continued or "").strip(_BLANKS) or end.endswith(END) else Stage.MAY_THINK
 
 
 class ThoughtReader:
     """Of one answer. What it finds does not depend on how the text was cut."""
 
-    def __init__(self, stage: Stage, *, trims: bool = True) -> None:
-        """`stage`: see `stage_behind`. `trims`: blanks behind a thought are no text of the answer."""
+    def __init__(self, stage: Stage, *, takes_blanks: bool = True) -> None:
+        """See Thought."""
         self.stage = stage
-        self._trims = trims
+        self._takes_blanks = takes_blanks
         self.has_thought = self._may_repeat = stage is Stage.THINKS  # models write the mark that their prompt ends with again
         self._is_trimmed = stage is Stage.THINKS  # blanks that come now are no text
         self._held = ""  # not yet decided
@@ -135,7 +143,7 @@ class ThoughtReader:
         if at < 0:
             self._held += text[len(told) :]
             return told, ""
-        self.stage, self._is_trimmed = Stage.ANSWERS, self._trims
+        self.stage, self._is_trimmed = Stage.ANSWERS, self._takes_blanks
         return told, text[at + len(END) :]
 
     def _trimmed(self, text: str) -> str:
@@ -146,17 +154,15 @@ class ThoughtReader:
         return text
 
 
-def behind_thought(
-    grammar: Grammar, stage: Stage, marks: ThoughtMarks, never: Collection[int], *, takes_blanks: bool = True
-) -> Grammar:
-    """Of an answer that begins in `stage`: a thought of any tokens but those of `never`, and then what is of `grammar`, whose
-    lines keep their numbers, for errors. `takes_blanks`: some may stand between them. `grammar` itself where nothing is
-    thought."""
-    if stage is Stage.ANSWERS:
+def behind_thought(grammar: Grammar, thought: Thought, never: Collection[int]) -> Grammar:
+    """Of an answer that is of `grammar` behind a thought of any tokens but those of `never`; `grammar` itself where nothing is
+    thought, or all tokens are to be of it."""
+    if thought.stage is Stage.ANSWERS or grammar.kind is GrammarKind.BAD_WORDS:
         return grammar
-    blanks = r" /[ \n\r\t]{1,8}/?" if takes_blanks else ""
-    thought = f"<[^{_ranges({*never, marks.end_id} - {marks.begin_id})}]>* <[{marks.end_id}]>{blanks}"
-    before = thought if stage is Stage.THINKS else f"(<[{marks.begin_id}]> {thought})?"
+    begin_id, end_id = thought.marks.begin_id, thought.marks.end_id
+    blanks = r" /[ \n\r\t]{1,8}/?" if thought.takes_blanks else ""
+    text = f"<[^{_ranges({*never, end_id} - {begin_id})}]>* <[{end_id}]>{blanks}"
+    before = text if thought.stage is Stage.THINKS else f"(<[{begin_id}]> {text})?"
     return Grammar(GrammarKind.LARK, f"answer: {_in_lark(grammar)}\nstart: {before} answer")
 
 
@@ -166,13 +172,10 @@ def _in_lark(grammar: Grammar) -> str:
         case GrammarKind.JSON_SCHEMA:
             return f"%json {_in_a_line(schema_in_lark(json.loads(grammar.text)))}"
         case GrammarKind.REGEX:
-            return f"/{_ENDING.sub(_escaped, grammar.text)}/"
+            [read] = json.loads(llguidance.LLMatcher.grammar_from_regex(grammar.text))["grammars"]
+            return read["lark_grammar"].removeprefix("start: ")
         case _:
             return f"%lark {{{grammar.text}\n}}"
-
-
-def _escaped(found: re.Match[str]) -> str:
-    return found[0] if len(found[0]) > 1 else _ESCAPES[found[0]]
 
 
 def _in_a_line(value: object) -> str:

@@ -20,6 +20,7 @@ from jdisagg.core.fleet import ModelCard
 from jdisagg.core.requests import EngineRequest, Grammar, SamplingParams
 from jdisagg.text.bad_words import MAX_BAD_LENGTH, MAX_BAD_WORDS, without
 from jdisagg.text.stops import Stop
+from jdisagg.text.thoughts import Thought, behind_thought
 from jdisagg.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # of the answer to a prompt whose client does not say; a chat's is the rest of the context
@@ -46,6 +47,7 @@ class Conversion:
     add_special_tokens: bool = True  # BOS / EOS around text prompts
     skip_special_tokens: bool = True  # in the text that is returned
     shown: tuple[str, ...] = ()  # special tokens that are not skipped
+    thought: Thought | None = None  # that the text may begin with; what it has to be begins behind that
     bad_words: tuple[str, ...] = ()  # that the text does not hold; then there is no other grammar
     shows_stop: bool = False  # the text ends with what ended it, a stop string or the text of a token, and not before that
 
@@ -118,8 +120,14 @@ async def admit(
     for prompt in request.prompts:
         is_cut = request.conversion.most_prompt_tokens is not None
         check_length(prompt, card.max_model_len, tokenizer.max_token_characters, is_cut=is_cut)
-    if request.sampling.grammar is not None:
-        await _prepare(request.sampling.grammar, grammars)
+    if (grammar := request.sampling.grammar) is not None:
+        await _prepare(grammar, grammars)  # first as it came: what is wrong with it is not to be told behind a thought
+        if (thought := request.conversion.thought) is not None:
+            never = tokenizer.special_ids.union(card.eos_token_ids)
+            async with long_texts.place(len(grammar.text)) as run:
+                grammar = await run(partial(behind_thought, grammar, thought, never))
+            await _prepare(grammar, grammars)
+            request = replace(request, sampling=replace(request.sampling, grammar=grammar))
     has_work = request.echo or any(isinstance(prompt, str) for prompt in request.prompts)
     async with long_texts.place(sum(map(len, request.prompts)) if has_work else 0) as run:
         prompts = await _tokenize(request, card, tokenizer, run)

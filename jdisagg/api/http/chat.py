@@ -24,11 +24,10 @@ from jdisagg.api.http.messages import THOUGHT_FIELDS, render_prompt
 from jdisagg.api.http.parameters import LENGTH, ResponseOptions, admit, read_options, read_request, read_sampling, read_timeout
 from jdisagg.api.http.request_id import request_id_of
 from jdisagg.api.http.shapes import chat_logprobs, envelope, prompt_logprobs
-from jdisagg.api.http.thoughts import Readers, ThoughtsReader, read_thinking, with_thought, with_thoughts
+from jdisagg.api.http.thoughts import Readers, ThoughtsReader, as_shown, read_thinking, with_thoughts
 from jdisagg.api.http.unserved import CHAT_FIELDS, refuse_unserved
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import MAX_LOGPROBS
-from jdisagg.text.thoughts import Stage
 
 QUIET_S = 10.0  # of a stream whose tokens have no text to show, as a thought that is hidden: proxies end one in a minute
 _MESSAGE = {"role": "assistant", "content": None, "refusal": None}  # beside what its reader has
@@ -63,17 +62,15 @@ def read_chat(body: Body, edge: Edge, num_top: int | None, request_id: str, arri
     offer, prompt = read_offer(body, edge), render_prompt(body, edge.tokenizer.chat)
     body.names["prompt"] = "messages"
     sampling = with_forced(read_sampling(body, edge.defaults, logprobs=num_top), body)
-    thinking = read_thinking(body, edge, prompt)
-    sampling, thinking = with_thought(with_free_calls(sampling, body, edge), thinking, body, edge)
+    sampling = with_free_calls(sampling, body, edge)
+    thinking = read_thinking(body, edge, prompt, sampling.grammar)
     request = read_request(body, request_id, (prompt,), sampling, add_special_tokens=False)  # the template writes BOS and EOS
     if request.max_tokens is not None and request.max_tokens < 1:  # intake would advise to echo the prompt, which a chat cannot
         name = body.names.get(LENGTH, LENGTH)
         raise InvalidRequest.of(name, f"must be at least 1; got {request.max_tokens}")
     body.refuse_misspelt()
     shown = () if offer is None else tuple(offer.hidden)
-    if thinking is not None and thinking.stage is not Stage.ANSWERS:
-        shown += thinking.marks.special
-    conversion = replace(request.conversion, shown=shown)
+    conversion = as_shown(replace(request.conversion, shown=shown), thinking, body)
     return replace(request, conversion=conversion, arrived_s=arrived_s), with_thoughts(reader_of(body, offer), thinking)
 
 

@@ -9,7 +9,7 @@ from enum import Enum, auto
 from typing import Any
 
 from jdisagg.api.generation.edge import Edge
-from jdisagg.api.generation.sampling_bounds import MAX_GRAMMAR_BYTES
+from jdisagg.api.generation.intake import Conversion
 from jdisagg.api.http.body import Body, wrong_type
 from jdisagg.api.http.call_grammars import TOOLS
 from jdisagg.api.http.calls import MessageReader
@@ -18,18 +18,8 @@ from jdisagg.api.http.grammars import ALLOWED_TOKENS, GRAMMAR, RESPONSE_FORMAT
 from jdisagg.api.http.messages import THOUGHT_FIELDS
 from jdisagg.api.http.template_variables import is_excluded
 from jdisagg.core.errors import ConfigError, InvalidRequest
-from jdisagg.core.requests import FinishReason, GrammarKind, SamplingParams
-from jdisagg.text.thoughts import (
-    BEGIN,
-    END,
-    Piece,
-    Stage,
-    ThoughtMarks,
-    ThoughtReader,
-    behind_thought,
-    read_marks,
-    stage_behind,
-)
+from jdisagg.core.requests import FinishReason, Grammar, GrammarKind
+from jdisagg.text.thoughts import BEGIN, END, Piece, Stage, Thought, ThoughtMarks, ThoughtReader, read_marks, stage_behind
 from jdisagg.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -55,16 +45,21 @@ SHOWN = {  # by Groq's and llama.cpp's `reasoning_format`
 class Thinking:
     """Of the answers to one chat."""
 
-    stage: Stage
+    thought: Thought
     shown: Shown
-    marks: ThoughtMarks
-    takes_blanks: bool = True  # behind a thought, which are no text of the answer
+
+    @property
+    def may_be(self) -> bool:
+        """The answer may hold a thought."""
+        return self.thought.stage is not Stage.ANSWERS
 
 
 def choose_marks(name: str, tokenizer: Tokenizer) -> ThoughtMarks | None:
     """`name`: as `--reasoning-parser` has it; None: thoughts stay in content. Logs what was found. Raises ConfigError where the
     model has no such marks."""
     marks = None if name == "none" else read_marks(tokenizer)
+    if name == "auto" and (tokenizer.chat is None or not tokenizer.chat.names(END)):
+        marks = None  # others of its family think
     if marks is not None:
         log.info("thoughts are read between %s and %s (to leave them in content: --reasoning-parser none)", BEGIN, END)
     elif name not in ("none", "auto"):
@@ -73,36 +68,31 @@ def choose_marks(name: str, tokenizer: Tokenizer) -> ThoughtMarks | None:
     return marks
 
 
-def read_thinking(body: Body, edge: Edge, prompt: str) -> Thinking | None:
-    """None: nothing is looked for. Raises InvalidRequest for fields that contradict each other, or ask for a thought to be told
-    from the answer where it cannot be, and for a thought that is to be continued and is no content."""
+def read_thinking(body: Body, edge: Edge, prompt: str, grammar: Grammar | None) -> Thinking | None:
+    """None: nothing is looked for. `grammar`: what the answer has to be, which begins behind the thought, and where a client
+    wrote it itself, there with its first character. Raises InvalidRequest for fields that contradict each other, or ask for a
+    thought to be told from the answer where it cannot be, and for a thought that is to be continued and is no content."""
     told, continued = _told(body), _continued(body)
     for name, shown in list(told.items())[1:]:
         if shown is not next(iter(told.values())):
             raise InvalidRequest.of(name, f"says the opposite of {next(iter(told))}; leave out one of the two")
     name, shown = next(iter(told.items()), ("", Shown.BESIDE))
     if edge.thought_marks is not None:
-        return Thinking(stage_behind(prompt, continued), shown, edge.thought_marks)
+        is_own = grammar is not None and body.names.get(GRAMMAR) not in (TOOLS, RESPONSE_FORMAT)
+        takes_blanks = grammar is None or grammar.kind is GrammarKind.JSON_SCHEMA or not is_own
+        return Thinking(Thought(stage_behind(prompt, continued), edge.thought_marks, takes_blanks), shown)
     if name and shown is not Shown.IN_CONTENT:
         raise InvalidRequest.of(name, "what this model thinks stays in content; leave it out, or see --reasoning-parser")
     return None
 
 
-def with_thought(
-    sampling: SamplingParams, thinking: Thinking | None, body: Body, edge: Edge
-) -> tuple[SamplingParams, Thinking | None]:
-    """`sampling` that was read of a chat: what the answer has to be begins behind the thought, and where a client wrote it
-    itself, it begins there with the first character. Raises InvalidRequest where it is too long by that."""
-    grammar, name = sampling.grammar, body.names.get(GRAMMAR)
-    if grammar is None or thinking is None or name == ALLOWED_TOKENS:
-        return sampling, thinking
-    takes_blanks = grammar.kind is GrammarKind.JSON_SCHEMA or name in (TOOLS, RESPONSE_FORMAT)
-    never = edge.tokenizer.special_ids
-    whole = behind_thought(grammar, thinking.stage, thinking.marks, never, takes_blanks=takes_blanks)
-    if whole is not grammar and (num_bytes := len(whole.text.encode())) > MAX_GRAMMAR_BYTES:
-        told = f"with the thought before it, it may have at most {MAX_GRAMMAR_BYTES} bytes; got {num_bytes}; shorten it"
-        raise InvalidRequest.of(name or GRAMMAR, told)
-    return replace(sampling, grammar=whole), replace(thinking, takes_blanks=takes_blanks)
+def as_shown(conversion: Conversion, thinking: Thinking | None, body: Body) -> Conversion:
+    """With what this needs: a reader sees all marks, and a grammar, but for one of all tokens, begins behind the thought."""
+    if thinking is None or not thinking.may_be:
+        return conversion
+    marks = tuple(mark for mark in thinking.thought.marks.special if mark not in conversion.shown)
+    thought = None if body.names.get(GRAMMAR) == ALLOWED_TOKENS else thinking.thought
+    return replace(conversion, shown=conversion.shown + marks, thought=thought)
 
 
 class ThoughtsReader:
@@ -111,9 +101,9 @@ class ThoughtsReader:
     def __init__(self, inner: MessageReader, thinking: Thinking) -> None:
         self.is_text = inner.is_text
         self._inner = inner
-        self._reader = ThoughtReader(thinking.stage, trims=thinking.takes_blanks)
+        self._reader = ThoughtReader(thinking.thought.stage, takes_blanks=thinking.thought.takes_blanks)
         self._shown = thinking.shown
-        self._end_id = thinking.marks.end_id
+        self._end_id = thinking.thought.marks.end_id
         self._num_tokens = 0  # not yet told of
         self._is_counted = False
 
@@ -191,7 +181,7 @@ class Readers:
 
 def with_thoughts(make: Callable[[], MessageReader], thinking: Thinking | None) -> Readers:
     """Those that `make` makes, for a chat of which `thinking` was read."""
-    if thinking is None or thinking.stage is Stage.ANSWERS:
+    if thinking is None or not thinking.may_be:
         return Readers(make, thinking is not None)
     return Readers(lambda: ThoughtsReader(make(), thinking), True)
 
@@ -216,9 +206,13 @@ def _continued(body: Body) -> str | None:
         return None
     message = body.objects("messages")[-1]
     content = message.get("content") or ""
-    last = content[-1] if isinstance(content, list) else content
-    text = last if isinstance(last, str) else str(last.get("text", ""))
+    text = "".join(map(_text, content if isinstance(content, list) else [content]))
     if not text.strip() and any(message.get(name) for name in THOUGHT_FIELDS):
         told = f"templates show no thought that has no answer yet; to go on with it, send it as content, {BEGIN} first"
         raise InvalidRequest.of(CONTINUES, told)
     return text
+
+
+def _text(part: Any) -> str:
+    """Of content, or of one of its parts, which has it by the name of its type."""
+    return part if isinstance(part, str) else str(part.get(part.get("type"), part.get("text", "")))

@@ -45,7 +45,7 @@ class TokenEndpoints:
             render = partial(render_prompt, body, tokenizer.chat)
             reading = self._edge.with_tokenizer(render, body.num_bytes if body.is_long else 0)
             text = await while_connected(request.receive, reading)
-            read_thinking(body, self._edge, text)
+            read_thinking(body, self._edge, text, None)
             special = body.boolean("add_special_tokens", False)
         else:
             text, special = body.text("prompt"), body.boolean("add_special_tokens", True)

@@ -115,6 +115,7 @@ def think(client: openai.OpenAI, seed: str, *, stream: bool, thinks: bool = True
         "max_tokens": 300,
         "temperature": 1.0,
         "logit_bias": END_BIAS,
+        "response_format": IN_FORM,
     }
     messages: list[Any] = [{"role": "user", "content": f"number {seed}"}]
     variables = {"chat_template_kwargs": {"thinks": thinks}}
@@ -128,7 +129,7 @@ def test_the_form_of_an_answer_begins_behind_its_thought(fleet: Fleet) -> None:
             openai.OpenAI(base_url=f"{server.http}/v1", api_key="none", timeout=60, max_retries=0) as client,
             ThreadPoolExecutor(len(SEEDS)) as pool,
         ):
-            ends = list(pool.map(lambda seed, client=client: whole_as_streamed(client, seed), SEEDS))
+            ends = list(pool.map(whole_as_streamed, [client] * len(SEEDS), SEEDS))
             assert ends.count("stop") > len(SEEDS) / 2
             no_thought = think(client, "1", stream=False, thinks=False).choices[0].message
             assert json.loads(no_thought.content)["n"] in (12, 345)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 import tokenizers
 
@@ -33,9 +34,11 @@ TOOLS = {"tools": [{"type": "function", "function": {"name": "weather"}}]}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
 FORCED_CALL = '{"name":"weather","parameters":{}}'
 FORCED = TOOLS | {"tool_choice": "required"}
+NAMED = TOOLS | {"tool_choice": {"type": "function", "function": {"name": "weather"}}}
 OPEN = {"chat_template_kwargs": {"thinks": True}}
 THOUGHT = f"{BEGIN}\nwhy the fox?\n{END}\n\n"
 Shown = tuple[str | None, str | None, str]  # what was thought, content, finish_reason
+ENDS = {"tool_calls": "tool_calls", "called": "stop"}  # with calls: finish_reason
 CASES: list[tuple[str, dict[str, Any], Shown]] = [
     (f"{THOUGHT}fox", {}, ("why the fox?", "fox", "stop")),
     (f"{THOUGHT}fox", {"n": 2, "logprobs": True}, ("why the fox?", "fox", "stop")),
@@ -59,6 +62,8 @@ CASES: list[tuple[str, dict[str, Any], Shown]] = [
     (f"{THOUGHT}[{FORCED_CALL}]", FORCED, ("why the fox?", None, "tool_calls")),
     (f"{THOUGHT}[{FORCED_CALL}]", FORCED | {"separate_reasoning": False}, (None, THOUGHT, "tool_calls")),
     (f"{BEGIN}[{FORCED_CALL}]", FORCED | {"separate_reasoning": False}, (None, f"{BEGIN}[{FORCED_CALL}]", "stop")),
+    (f"{THOUGHT}{{}}", NAMED | {"reasoning_format": "raw"}, (None, THOUGHT, "called")),
+    (f"{BEGIN}{CALL}{END}fox", TOOLS | {"separate_reasoning": False}, (None, f"{BEGIN}{CALL}{END}fox", "stop")),
     (f"{THOUGHT} fox", {"structured_outputs": {"choice": [" fox"]}}, ("why the fox?", "\n\n fox", "stop")),
     (f'{THOUGHT}{{"a": 1}}', {"response_format": {"type": "json_object"}}, ("why the fox?", '{"a": 1}', "stop")),
 ]
@@ -116,9 +121,10 @@ def test_a_thought_is_told_from_the_answer_at_once_and_in_a_stream(
             answer = await ask(http, **asked)
             for choice in answer["choices"]:
                 message = choice["message"]
-                assert (message["reasoning"], message["content"], choice["finish_reason"]) == wanted
+                assert (message["reasoning"], message["content"]) == wanted[:2]
                 assert message["reasoning_content"] == wanted[0]
-                assert bool(message.get("tool_calls")) == (wanted[2] == "tool_calls")
+                assert choice["finish_reason"] == ENDS.get(wanted[2], wanted[2])
+                assert bool(message.get("tool_calls")) == (wanted[2] in ENDS)
             for engine.tokens_per_output in (1, 5):
                 chunks = await stream(http, **asked)
                 assert all("reasoning_content" in choice["delta"] for chunk in chunks for choice in chunk["choices"])
@@ -126,7 +132,7 @@ def test_a_thought_is_told_from_the_answer_at_once_and_in_a_stream(
                     assert joined(chunks, index, "reasoning") == joined(chunks, index, "reasoning_content") == wanted[0]
                     assert joined(chunks, index, "content") == (wanted[1] or None)
                 ends = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
-                assert ends == [wanted[2]] * asked.get("n", 1)
+                assert ends == [ENDS.get(wanted[2], wanted[2])] * asked.get("n", 1)
                 for name, key in (("logprobs", "logprobs"), ("return_token_ids", "token_ids")):
                     if asked.get(name):
                         assert all(
@@ -142,7 +148,8 @@ def test_a_thought_that_was_begun_goes_on_where_the_message_is_continued(thinker
         async with asking(engine, thinker) as http:
             for content, thought, said in (
                 (f"{BEGIN}why", "the fox", "dog"),
-                ([{"type": "text", "text": f"{BEGIN}why"}], "the fox", "dog"),
+                ([{"type": "text", "text": f"{BEGIN}why"}, " so"], "the fox", "dog"),
+                ([{"type": "thinking", "thinking": f"{BEGIN}why"}], "the fox", "dog"),
                 ("The", None, f" the fox{END}dog"),
                 ([], None, f" the fox{END}dog"),
             ):
@@ -208,15 +215,30 @@ def test_what_the_answer_has_to_be_begins_behind_the_thought(thinker: Tokenizer)
                 grammar = engine.requests[-1].sampling.grammar
                 assert grammar is not None
                 assert "start: (<[" in grammar.text, "the model thinks, wherever that is shown"
+            assert f"<[^0-1,{thinker.token_id(END)}]>*" in grammar.text, "no special token and no end of the answer"
             await ask(http, allowed_token_ids=[5, 6])
             grammar = engine.requests[-1].sampling.grammar
             assert grammar is not None
             assert "start: (<[" not in grammar.text, "these are all tokens of the answer"
-            long = {"structured_outputs": {"regex": "a" * MAX_GRAMMAR_BYTES}}
-            response = await http.post(PATH, json=CHAT | long)
-            assert response.status_code == 400
-            assert response.json()["error"]["param"] == "structured_outputs.regex"
-            assert "with the thought before it" in response.text
+            long = "a" * MAX_GRAMMAR_BYTES
+            assert (await ask(http, structured_outputs={"regex": long}))["choices"]
+
+    run(check())
+
+
+def test_what_is_wrong_with_a_grammar_is_told_of_it_as_it_came_and_what_could_be_of_none_is_refused_at_once(
+    thinker: Tokenizer,
+) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(thinker, "fox"), thinker, thought_marks=choose_marks("auto", thinker)) as served:
+            for text in ("[fox@]", "fox"):
+                with suppress(openai.BadRequestError):
+                    await served.client.chat.completions.create(**CHAT, extra_body={"structured_outputs": {"regex": text}})
+            assert [grammar.kind for grammar in served.grammars.prepared] == [
+                GrammarKind.REGEX,
+                GrammarKind.REGEX,
+                GrammarKind.LARK,
+            ]
 
     run(check())
 
@@ -277,9 +299,10 @@ def test_marks_that_are_special_tokens_are_found_and_not_shown(tmp_path: Path) -
 
 
 def test_a_parser_that_is_named_for_a_model_without_its_marks_ends_the_start(
-    tokenizer: Tokenizer, thinker: Tokenizer, caplog: pytest.LogCaptureFixture
+    tokenizer: Tokenizer, thinker: Tokenizer, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     assert choose_marks("auto", tokenizer) is None
+    assert choose_marks("auto", train(tmp_path, template=CHAT_TEMPLATE)) is None, "others of its family think"
     with pytest.raises(ConfigError, match="--reasoning-parser: got 'deepseek_r1', but <think> and </think> are no tokens"):
         choose_marks("deepseek_r1", tokenizer)
     with caplog.at_level("INFO"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import hypothesis
@@ -9,10 +10,20 @@ import pytest
 import tokenizers
 from hypothesis import strategies as st
 
-from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import Grammar, GrammarKind
+from jdisagg.text.bad_words import without
 from jdisagg.text.grammar import Grammars
-from jdisagg.text.thoughts import BEGIN, END, Stage, ThoughtMarks, ThoughtReader, behind_thought, read_marks, stage_behind
+from jdisagg.text.thoughts import (
+    BEGIN,
+    END,
+    Stage,
+    Thought,
+    ThoughtMarks,
+    ThoughtReader,
+    behind_thought,
+    read_marks,
+    stage_behind,
+)
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.text.grammar_rig import advanced, allowed, vocabulary
 from tests.unit.text.tiny_tokenizer import train_byte_level
@@ -40,8 +51,8 @@ TEXTS = [  # the stage in which an answer begins, all of it, its thought and the
 ]
 
 
-def read(stage: Stage, parts: list[str], *, trims: bool = True) -> tuple[str, str]:
-    reader = ThoughtReader(stage, trims=trims)
+def read(stage: Stage, parts: list[str], *, takes_blanks: bool = True) -> tuple[str, str]:
+    reader = ThoughtReader(stage, takes_blanks=takes_blanks)
     pieces = [*map(reader.push, parts), reader.flush()]
     thought, answer, before = ("".join(getattr(piece, name) for piece in pieces) for name in ("thought", "answer", "before"))
     assert before + answer == "".join(parts), "all of the text is before the answer or the answer"
@@ -58,7 +69,7 @@ def test_a_thought_ends_at_its_mark_and_blanks_around_it_are_no_text(
 
 def test_blanks_behind_a_thought_are_the_answers_where_they_may_be() -> None:
     for parts in ([f"why?\n{END}\n fox"], list(f"why?\n{END}\n fox")):
-        assert read(Stage.THINKS, parts, trims=False) == ("why?", "\n fox")
+        assert read(Stage.THINKS, parts, takes_blanks=False) == ("why?", "\n fox")
 
 
 @hypothesis.given(
@@ -87,6 +98,7 @@ def test_a_thought_goes_out_as_it_comes() -> None:
         ("<|assistant|><think>\n\n</think>\n\n", None, Stage.ANSWERS),
         ("what is <think>?<|assistant|>", None, Stage.MAY_THINK),
         ("<|assistant|>The", "The", Stage.ANSWERS),
+        ("<|assistant|>", " ", Stage.MAY_THINK),
         ("<|assistant|><think>I was", "<think>I was", Stage.THINKS),
         ("<|assistant|><think>I was</think>The", "<think>I was</think>The", Stage.ANSWERS),
     ],
@@ -131,7 +143,7 @@ def test_a_grammar_begins_behind_the_thought(
     grammar, good, bad = given
     marks = marks_of(thinking)
     takes_blanks = grammar.kind is GrammarKind.JSON_SCHEMA
-    whole = behind_thought(grammar, stage, marks, thinking.special_ids, takes_blanks=takes_blanks)
+    whole = behind_thought(grammar, Thought(stage, marks, takes_blanks), thinking.special_ids)
     begun = "" if stage is Stage.THINKS else BEGIN
 
     def ids(text: str) -> tuple[int, ...]:
@@ -153,16 +165,34 @@ def test_a_grammar_begins_behind_the_thought(
 
 
 def test_where_nothing_is_thought_a_grammar_stays_as_it_is(thinking: Tokenizer) -> None:
-    assert behind_thought(GRAMMARS[0][0], Stage.ANSWERS, marks_of(thinking), ()) is GRAMMARS[0][0]
+    assert behind_thought(GRAMMARS[0][0], Thought(Stage.ANSWERS, marks_of(thinking)), ()) is GRAMMARS[0][0]
+    words = without(("fox",))
+    assert behind_thought(words, Thought(Stage.THINKS, marks_of(thinking)), ()) is words, "they are none of the thought either"
 
 
-def test_what_is_wrong_with_a_grammar_is_told_of_the_lines_that_its_client_wrote(
-    thinking: Tokenizer, grammars: Grammars
+@pytest.mark.parametrize("stage", [Stage.THINKS, Stage.MAY_THINK])
+def test_an_object_may_have_as_many_optional_properties_as_without_a_thought(
+    thinking: Tokenizer, grammars: Grammars, stage: Stage
 ) -> None:
-    wrong = Grammar(GrammarKind.LARK, 'start: "[" call\ncall: %json {"type": "bad"}')
-    whole = behind_thought(wrong, Stage.THINKS, marks_of(thinking), thinking.special_ids)
-    with pytest.raises(InvalidRequest, match=r"at 2\(7\): .*Invalid type: bad"):
-        grammars.matcher(whole)
+    properties = {f"p{number}": {"type": "string"} for number in range(200)}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    marks = marks_of(thinking)
+    whole = behind_thought(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)), Thought(stage, marks), thinking.special_ids)
+    begun = [5, marks.end_id] if stage is Stage.THINKS else []
+    place = advanced(grammars, whole, [*begun, *thinking.encode('{"p3"', add_special_tokens=False)])
+    place.allowed()
+    assert place.error == ""
+    own = Grammar(GrammarKind.LARK, f"{whole.text}\nx: %json {json.dumps(schema)}")
+    place = advanced(grammars, own, [*begun, *thinking.encode('{"p3"', add_special_tokens=False)])
+    place.allowed()
+    assert "Current row has" in place.error, "what a client wrote in Lark has that limit"
+
+
+@pytest.mark.parametrize("text", ["a\\", "a\\\n", "(?i)a/[/]", "\x85\u2028"])
+def test_expressions_of_any_form_are_served_behind_a_thought(thinking: Tokenizer, grammars: Grammars, text: str) -> None:
+    grammar = Grammar(GrammarKind.REGEX, text)
+    grammars.matcher(grammar)
+    grammars.matcher(behind_thought(grammar, Thought(Stage.THINKS, marks_of(thinking)), thinking.special_ids))
 
 
 def test_marks_are_known_where_both_are_tokens_and_special_ones_are_named(thinking: Tokenizer, tmp_path: Path) -> None:
