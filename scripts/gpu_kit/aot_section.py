@@ -32,6 +32,7 @@ from jdisagg.engine.warmup import warm_up
 from jdisagg.models.load import LoadedModel, load_model
 from jdisagg.models.sharding import make_mesh
 from jdisagg.sched.plan import Admit, Plan
+from jdisagg.serve.cores import usable_cores
 
 MORE = 1.1
 NUM_SEQS = 4  # one decode executable: every one takes seconds to compile
@@ -69,7 +70,7 @@ def run(setting: Setting, findings: Findings) -> None:
     config = load_config(["--role", "unified", *flags, "--num-pages", str(word.num_pages)])
     loaded = load_model(config.model, mesh, seed=0)
     runner = make_runner(loaded, mesh, config, Role.UNIFIED)
-    executables = warm_up(runner)
+    executables = warm_up(runner, num_cores=usable_cores())
     findings.check("the pages that were promised start", runner.num_pages == word.num_pages, f"{len(executables)} executables")
     _bytes(device, before, word, findings)
     _time(setting, runner, word, findings)

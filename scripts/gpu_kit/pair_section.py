@@ -20,7 +20,7 @@ from gpu_kit.setting import Setting
 STRUCK_AFTER = 8  # the blow comes when one stream in so many has its first token
 LOOK_S = 0.01
 AGAIN = {"refetch"}  # what comes of a process that waits for a core, on a CPU that all processes share
-ANEW = "shm"  # there D finds no compiled programs. Elsewhere it has P's, and P unified's: nothing is shown of two machines
+ANEW = "shm"  # there D finds no compiled programs. Elsewhere it has P's: nothing is shown of two machines
 
 
 def run(setting: Setting, findings: Findings) -> None:
