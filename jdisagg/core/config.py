@@ -71,7 +71,7 @@ class ModelConfig:
     )
     reasoning_parser: str = _flag(
         "auto",
-        "how the model writes what it thinks; auto = <think>..</think> where these are tokens of it; none = it stays content",
+        "how the model writes what it thinks; auto = <think>..</think> where tokenizer and template know it; none = as content",
         choices=("auto", "none", "deepseek_r1"),
     )
 

@@ -11,6 +11,7 @@ A matcher's state follows from grammar and tokens alone: whoever goes on with a 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 import threading
@@ -40,7 +41,9 @@ _BYTES_EACH = 512  # of what is compiled, for a character; 60,000 letters take 4
 _MOST_OF_ERROR = 300  # characters
 _ROW = "Current row has"  # of `max_items_in_row`
 _FEWER = "; of an object of a JSON schema, require more properties, or have fewer properties"
-_SCHEMA_ALONE = re.compile(r"answer: %json [^\n]*\nstart: [^\n%]* answer")  # behind a thought, see `thoughts`
+_SCHEMA_ALONE = re.compile(  # behind a thought, as `thoughts` writes it
+    r"answer: %json (\{[^\n]*)\nstart: (\(<\[\d+\]> )?<\[\^[\d,-]+\]>\* <\[\d+\]>( /\[ \\n\\r\\t\]\{1,8\}/\?)?(\)\?)? answer"
+)
 _EBNF = "::="  # stands in no Lark outside of its texts
 _IN_LARK = '; this looks like EBNF, which is not served: write it in Lark, as in start: "a" | "b"'
 _WHY = "error: "  # where a regular expression cannot be read, the line that says why begins so
@@ -269,8 +272,12 @@ class Grammars:
 
 
 def _limits_of(grammar: Grammar) -> llguidance.LLParserLimits:
-    is_schema = grammar.kind is GrammarKind.LARK and _SCHEMA_ALONE.fullmatch(grammar.text) is not None
-    return _LIMITS[GrammarKind.JSON_SCHEMA if is_schema else grammar.kind]
+    """Those of its kind; a schema's are those of a schema, also behind a thought."""
+    found = _SCHEMA_ALONE.fullmatch(grammar.text) if grammar.kind is GrammarKind.LARK else None
+    with suppress(ValueError):  # what else a client may have written there
+        if found is not None and json.loads(found[1]):
+            return _LIMITS[GrammarKind.JSON_SCHEMA]
+    return _LIMITS[grammar.kind]
 
 
 def most_bytes(grammar: Grammar) -> int:

@@ -73,10 +73,10 @@ def read_marks(tokenizer: Tokenizer) -> ThoughtMarks | None:
 
 def stage_behind(prompt: str, continued: str | None = None) -> Stage:
     """Of an answer to `prompt`. `continued`: the text of the message that it goes on with."""
+    if begun := (continued or "").lstrip(_BLANKS):
+        return Stage.THINKS if begun.startswith(BEGIN) and END not in begun else Stage.ANSWERS
     end = prompt.rstrip(_BLANKS)
-    if end.endswith(BEGIN) or (continued is not None and continued.rfind(BEGIN) > continued.rfind(END)):
-        return Stage.THINKS
-    return Stage.ANSWERS if (continued or "").strip(_BLANKS) or end.endswith(END) else Stage.MAY_THINK
+    return Stage.THINKS if end.endswith(BEGIN) else Stage.ANSWERS if end.endswith(END) else Stage.MAY_THINK
 
 
 class ThoughtReader:

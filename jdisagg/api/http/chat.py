@@ -119,13 +119,12 @@ class _Answer:
         self._nothing = self._readers[0].nothing
         self._no_thought = readers.nothing_thought()
         self._is_text = self._readers[0].is_text
-        self._counts_thoughts = readers.find_thoughts
         card = edge.card  # a router looks through its fleet for it
         self._envelope = partial(envelope, request_id=job.request_id, created=int(time.time()), card=card)
 
     def whole(self, transcript: Transcript) -> dict[str, Any]:
         """The response of a request that does not stream."""
-        transcript.num_thought = 0 if self._counts_thoughts else None
+        transcript.num_thought = 0 if self._no_thought else None
         choices = []
         for choice in transcript.choices:
             shown: dict[str, Any] = {
@@ -156,14 +155,14 @@ class _Answer:
     async def events(self) -> AsyncGenerator[Event]:
         """The chunks of a request that streams: the role first, then text, then a finish reason for each choice."""
         transcript = self._edge.transcript(self._job, keep="counts")
-        transcript.num_thought = 0 if self._counts_thoughts else None
+        transcript.num_thought = 0 if self._no_thought else None
         plain = None
         if self._num_top is None and self._is_text and not self._options.shows_more:
             plain = PlainChunks(
                 lambda delta: self._options.with_usage(self._text_chunk(delta, {"content": delta.text}), transcript)
             )
         opened: set[int] = set()
-        told_s = time.monotonic()
+        told_s = 0.0
         async with aclosing(self._edge.stream(self._job)) as deltas:
             async for delta in deltas:
                 transcript.add(delta)
@@ -172,11 +171,13 @@ class _Answer:
                     is_long = len(first.get("prompt_token_ids", ())) > LONG_IDS
                     yield await self._edge.beside(partial(long_event, first)) if is_long else first
                     opened.add(delta.index)
+                    told_s = time.monotonic()
                 shows_tokens = self._options.return_token_ids and delta.token_ids
                 chunk = None
                 if plain is not None and self._readers[delta.index].is_plain:
                     chunk = plain.chunk(delta, delta.fingerprint)
                 if chunk is not None:
+                    told_s = time.monotonic()
                     yield chunk
                 elif (news := self._news(delta, transcript)) or delta.logprobs or shows_tokens or _is_quiet(told_s):
                     told_s = time.monotonic()
@@ -202,8 +203,8 @@ class _Answer:
 
     def _count_thought(self, transcript: Transcript, index: int, token_ids: Sequence[int]) -> None:
         reader = self._readers[index]
-        if isinstance(reader, ThoughtsReader) and transcript.num_thought is not None:
-            transcript.num_thought += reader.count(token_ids)
+        if isinstance(reader, ThoughtsReader):
+            transcript.num_thought = (transcript.num_thought or 0) + reader.count(token_ids)
 
     def _text_chunk(self, delta: Delta, news: dict[str, Any]) -> dict[str, Any]:
         event = self._chunk(

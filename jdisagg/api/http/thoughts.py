@@ -72,14 +72,15 @@ def read_thinking(body: Body, edge: Edge, prompt: str, grammar: Grammar | None) 
     """None: nothing is looked for. `grammar`: what the answer has to be, which begins behind the thought, and where a client
     wrote it itself, there with its first character. Raises InvalidRequest for fields that contradict each other, or ask for a
     thought to be told from the answer where it cannot be, and for a thought that is to be continued and is no content."""
-    told, continued = _told(body), _continued(body)
-    for name, shown in list(told.items())[1:]:
-        if shown is not next(iter(told.values())):
-            raise InvalidRequest.of(name, f"says the opposite of {next(iter(told))}; leave out one of the two")
-    name, shown = next(iter(told.items()), ("", Shown.BESIDE))
+    asked = _asked(body)
+    name, shown = next(iter(asked.items()), ("", Shown.BESIDE))
+    for other, wanted in asked.items():
+        if wanted is not shown:
+            raise InvalidRequest.of(other, f"says the opposite of {name}; leave out one of the two")
     if edge.thought_marks is not None:
-        is_own = grammar is not None and body.names.get(GRAMMAR) not in (TOOLS, RESPONSE_FORMAT)
-        takes_blanks = grammar is None or grammar.kind is GrammarKind.JSON_SCHEMA or not is_own
+        continued = _continued(body)
+        is_written = grammar is not None and grammar.kind is not GrammarKind.JSON_SCHEMA
+        takes_blanks = not is_written or body.names.get(GRAMMAR) in (TOOLS, RESPONSE_FORMAT)
         return Thinking(Thought(stage_behind(prompt, continued), edge.thought_marks, takes_blanks), shown)
     if name and shown is not Shown.IN_CONTENT:
         raise InvalidRequest.of(name, "what this model thinks stays in content; leave it out, or see --reasoning-parser")
@@ -90,9 +91,8 @@ def as_shown(conversion: Conversion, thinking: Thinking | None, body: Body) -> C
     """With what this needs: a reader sees all marks, and a grammar, but for one of all tokens, begins behind the thought."""
     if thinking is None or not thinking.may_be:
         return conversion
-    marks = tuple(mark for mark in thinking.thought.marks.special if mark not in conversion.shown)
     thought = None if body.names.get(GRAMMAR) == ALLOWED_TOKENS else thinking.thought
-    return replace(conversion, shown=conversion.shown + marks, thought=thought)
+    return replace(conversion, shown=conversion.shown + thinking.thought.marks.special, thought=thought)
 
 
 class ThoughtsReader:
@@ -125,8 +125,9 @@ class ThoughtsReader:
     def count(self, token_ids: Sequence[int]) -> int:
         """How many more tokens are known to be of the thought, with its marks, now that these have come, and their text has."""
         if not self._is_counted:
-            self._is_counted = self._end_id in token_ids
-            self._num_tokens += token_ids.index(self._end_id) + 1 if self._is_counted else len(token_ids)
+            has_end = self._end_id in token_ids
+            self._num_tokens += token_ids.index(self._end_id) + 1 if has_end else len(token_ids)
+            self._is_counted = has_end or self._reader.stage is Stage.ANSWERS  # its end may be written in letters
         if not self._reader.has_thought:
             return 0
         num_tokens, self._num_tokens = self._num_tokens, 0
@@ -186,18 +187,18 @@ def with_thoughts(make: Callable[[], MessageReader], thinking: Thinking | None) 
     return Readers(lambda: ThoughtsReader(make(), thinking), True)
 
 
-def _told(body: Body) -> dict[str, Shown]:
+def _asked(body: Body) -> dict[str, Shown]:
     """By the fields that say it."""
     form = body.get("reasoning_format")
     if form is not None and not (isinstance(form, str) and form in SHOWN):
         raise wrong_type("reasoning_format", f"one of {', '.join(SHOWN)}", form)
-    told = {
+    asked = {
         "include_reasoning": None if body.boolean("include_reasoning", True) else Shown.NOWHERE,
         "separate_reasoning": None if body.boolean("separate_reasoning", True) else Shown.IN_CONTENT,
         "reasoning_format": None if form is None else SHOWN[form],
         "reasoning": Shown.NOWHERE if is_excluded(body) else None,
     }
-    return {name: shown for name, shown in told.items() if shown is not None}
+    return {name: shown for name, shown in asked.items() if shown is not None}
 
 
 def _continued(body: Body) -> str | None:
@@ -207,7 +208,7 @@ def _continued(body: Body) -> str | None:
     message = body.objects("messages")[-1]
     content = message.get("content") or ""
     text = "".join(map(_text, content if isinstance(content, list) else [content]))
-    if not text.strip() and any(message.get(name) for name in THOUGHT_FIELDS):
+    if not text.strip() and any(isinstance(thought := message.get(name), str) and thought for name in THOUGHT_FIELDS):
         told = f"templates show no thought that has no answer yet; to go on with it, send it as content, {BEGIN} first"
         raise InvalidRequest.of(CONTINUES, told)
     return text

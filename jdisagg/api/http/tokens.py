@@ -42,10 +42,14 @@ class TokenEndpoints:
         tokenizer = self._edge.tokenizer
         if body.get("messages") is not None:
             refuse_unserved(body, CHAT_FIELDS)
-            render = partial(render_prompt, body, tokenizer.chat)
+
+            def render() -> str:
+                prompt = render_prompt(body, tokenizer.chat)
+                read_thinking(body, self._edge, prompt, None)
+                return prompt
+
             reading = self._edge.with_tokenizer(render, body.num_bytes if body.is_long else 0)
             text = await while_connected(request.receive, reading)
-            read_thinking(body, self._edge, text, None)
             special = body.boolean("add_special_tokens", False)
         else:
             text, special = body.text("prompt"), body.boolean("add_special_tokens", True)

@@ -36,6 +36,8 @@ def prompt_of(template: str, fields: dict[str, Any]) -> str:
         ({"thinking": {"type": "auto"}}, ",,"),
         ({"reasoning": {"effort": "high"}}, "high,True,"),
         ({"reasoning": {"effort": "none", "exclude": False}}, "none,False,"),
+        ({"reasoning": {"enabled": False}}, ",False,False"),
+        ({"reasoning": {"effort": "low", "enabled": True, "exclude": False}}, "low,True,True"),
         ({"reasoning": {"effort": "low"}, "reasoning_effort": "low"}, "low,True,"),
         ({"reasoning": {"effort": None}, "reasoning_effort": "low"}, "low,True,"),
         ({"reasoning_effort": "high"} | OFF, "high,False,False"),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -152,6 +156,7 @@ def test_a_thought_that_was_begun_goes_on_where_the_message_is_continued(thinker
                 ([{"type": "thinking", "thinking": f"{BEGIN}why"}], "the fox", "dog"),
                 ("The", None, f" the fox{END}dog"),
                 ([], None, f" the fox{END}dog"),
+                (f"Write {BEGIN}", None, f" the fox{END}dog"),
             ):
                 messages = [*CHAT["messages"], {"role": "assistant", "content": content}]
                 answer = await ask(http, messages=messages, continue_final_message=True)
@@ -199,6 +204,7 @@ def test_what_the_answer_has_to_be_begins_behind_the_thought(thinker: Tokenizer)
                 (in_json | TOOLS, "answer: %lark {start: answer | calls"),
                 (TOOLS | {"tool_choice": "required"}, 'answer: %lark {start: "[" call'),
                 ({"structured_outputs": {"regex": "a/b"}}, r"answer: /a\/b/"),
+                ({"guided_json": schema}, "answer: %json {"),
             ):
                 await ask(http, **asked)
                 grammar = engine.requests[-1].sampling.grammar
@@ -216,6 +222,11 @@ def test_what_the_answer_has_to_be_begins_behind_the_thought(thinker: Tokenizer)
                 assert grammar is not None
                 assert "start: (<[" in grammar.text, "the model thinks, wherever that is shown"
             assert f"<[^0-1,{thinker.token_id(END)}]>*" in grammar.text, "no special token and no end of the answer"
+            engine.card = replace(engine.card, eos_token_ids=(1, 7))
+            await ask(http, **in_json)
+            grammar = engine.requests[-1].sampling.grammar
+            assert grammar is not None
+            assert f"<[^0-1,7,{thinker.token_id(END)}]>*" in grammar.text
             await ask(http, allowed_token_ids=[5, 6])
             grammar = engine.requests[-1].sampling.grammar
             assert grammar is not None
@@ -326,15 +337,23 @@ def test_a_thought_without_an_answer_is_continued_as_content_alone(thinker: Toke
 
 def test_a_stream_whose_thought_is_hidden_is_not_quiet_for_long(thinker: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     async def check() -> None:
-        engine = FakeEngine(thinker, f"{THOUGHT}fox", max_model_len=4096)
+        thought = f"{BEGIN}{'the fox ' * 10}{END}"
+        num_thought = len(thinker.encode(thought, add_special_tokens=False))
+        engine = FakeEngine(thinker, f"{thought}fox", max_model_len=4096)
+        engine.delay_s = 0.002
         async with asking(engine, thinker) as http:
-            silent = {"reasoning_content": None, "content": None}
             before = await stream(http, include_reasoning=False)
-            monkeypatch.setattr(chat, "QUIET_S", -1.0)
+            clock = itertools.count()
+            monkeypatch.setattr(chat, "time", SimpleNamespace(monotonic=lambda: float(next(clock)), time=time.time))
+            monkeypatch.setattr(chat, "QUIET_S", 4.0)
             chunks = await stream(http, include_reasoning=False)
-            assert len(chunks) >= len(before) + 5
-            assert [chunk["choices"][0]["delta"] for chunk in chunks[1:5]] == [silent] * 4
+            deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+            num_silent = deltas.count({"reasoning_content": None, "content": None})
+            assert 3 <= num_silent <= num_thought / 3, "one in some seconds"
             assert joined(chunks, 0, "content") == joined(before, 0, "content") == "fox"
+            engine.answers = [thinker.encode("the fox " * 30, add_special_tokens=False)]
+            deltas = [chunk["choices"][0]["delta"] for chunk in await stream(http)]
+            assert deltas.count({"reasoning_content": None, "content": ""}) <= 2, "the first chunk, and the last"
 
     run(check())
 

@@ -99,6 +99,9 @@ def test_a_thought_goes_out_as_it_comes() -> None:
         ("what is <think>?<|assistant|>", None, Stage.MAY_THINK),
         ("<|assistant|>The", "The", Stage.ANSWERS),
         ("<|assistant|>", " ", Stage.MAY_THINK),
+        ("<|assistant|><think>\n", " ", Stage.THINKS),
+        ("<|assistant|>Write <think> to", "Write <think> to", Stage.ANSWERS),
+        ("<|assistant|><think>a</think>b <think>", "<think>a</think>b <think>", Stage.ANSWERS),
         ("<|assistant|><think>I was", "<think>I was", Stage.THINKS),
         ("<|assistant|><think>I was</think>The", "<think>I was</think>The", Stage.ANSWERS),
     ],
@@ -164,6 +167,23 @@ def test_a_grammar_begins_behind_the_thought(
     assert (EOS in allowed(at_once)) == (stage is Stage.MAY_THINK), "a model may think, or has begun to"
 
 
+def test_marks_that_are_special_tokens_may_be_where_a_thought_is(tmp_path: Path) -> None:
+    directory = train_byte_level(tmp_path)
+    backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    backend.add_special_tokens([BEGIN, END])
+    backend.save(str(directory / "tokenizer.json"))
+    special = Tokenizer.from_directory(directory)
+    marks, grammar = marks_of(special), Grammar(GrammarKind.REGEX, "fox")
+    matcher = Grammars(vocabulary(special, (EOS,))).matcher(
+        behind_thought(grammar, Thought(Stage.MAY_THINK, marks), special.special_ids)
+    )
+    assert marks.begin_id in allowed(matcher)
+    matcher.advance([marks.begin_id])
+    assert {marks.begin_id, marks.end_id} <= allowed(matcher)
+    matcher.advance([marks.end_id, *special.encode("fox", add_special_tokens=False)])
+    assert (matcher.error, EOS in allowed(matcher)) == ("", True)
+
+
 def test_where_nothing_is_thought_a_grammar_stays_as_it_is(thinking: Tokenizer) -> None:
     assert behind_thought(GRAMMARS[0][0], Thought(Stage.ANSWERS, marks_of(thinking)), ()) is GRAMMARS[0][0]
     words = without(("fox",))
@@ -182,10 +202,18 @@ def test_an_object_may_have_as_many_optional_properties_as_without_a_thought(
     place = advanced(grammars, whole, [*begun, *thinking.encode('{"p3"', add_special_tokens=False)])
     place.allowed()
     assert place.error == ""
-    own = Grammar(GrammarKind.LARK, f"{whole.text}\nx: %json {json.dumps(schema)}")
-    place = advanced(grammars, own, [*begun, *thinking.encode('{"p3"', add_special_tokens=False)])
-    place.allowed()
-    assert "Current row has" in place.error, "what a client wrote in Lark has that limit"
+    [answer, start] = whole.text.split("\n")
+    for own in (
+        f"{whole.text}\nx: %json {{}}",
+        f'{answer} | "a" | %json {{}}\n{start}',
+        f'{answer}\nstart: ("x" | /a+/)* answer',
+    ):
+        place = grammars.matcher(Grammar(GrammarKind.LARK, own))
+        if "<[^" in own:
+            place.advance(begun)
+        place.advance(thinking.encode('{"p3"', add_special_tokens=False))
+        place.allowed()
+        assert "Current row has" in place.error, "what a client wrote in Lark has that limit"
 
 
 @pytest.mark.parametrize("text", ["a\\", "a\\\n", "(?i)a/[/]", "\x85\u2028"])
