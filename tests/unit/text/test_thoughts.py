@@ -219,8 +219,10 @@ def test_an_object_may_have_as_many_optional_properties_as_without_a_thought(
 @pytest.mark.parametrize("text", ["a\\", "a\\\n", "(?i)a/[/]", "\x85\u2028"])
 def test_expressions_of_any_form_are_served_behind_a_thought(thinking: Tokenizer, grammars: Grammars, text: str) -> None:
     grammar = Grammar(GrammarKind.REGEX, text)
-    grammars.matcher(grammar)
-    grammars.matcher(behind_thought(grammar, Thought(Stage.THINKS, marks_of(thinking)), thinking.special_ids))
+    alone, marks = grammars.matcher(grammar), marks_of(thinking)
+    behind = grammars.matcher(behind_thought(grammar, Thought(Stage.THINKS, marks, False), thinking.special_ids))
+    behind.advance([marks.end_id])
+    assert allowed(behind) == allowed(alone), "the same answers"
 
 
 def test_marks_are_known_where_both_are_tokens_and_special_ones_are_named(thinking: Tokenizer, tmp_path: Path) -> None:
