@@ -10,7 +10,7 @@ Qwen 3's writes a whole thought, of nothing, where the model is not to think. Bl
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -18,6 +18,7 @@ import llguidance
 
 from jdisagg.core.requests import Grammar, GrammarKind
 from jdisagg.text.grammar import schema_in_lark
+from jdisagg.text.lark import in_a_line, token_ranges
 from jdisagg.text.marks import num_begun
 from jdisagg.text.tokenizer import Tokenizer
 
@@ -161,7 +162,7 @@ def behind_thought(grammar: Grammar, thought: Thought, never: Collection[int]) -
         return grammar
     begin_id, end_id = thought.marks.begin_id, thought.marks.end_id
     blanks = r" /[ \n\r\t]{1,8}/?" if thought.takes_blanks else ""
-    text = f"<[^{_ranges({*never, end_id} - {begin_id})}]>* <[{end_id}]>{blanks}"
+    text = f"<[^{token_ranges({*never, end_id} - {begin_id})}]>* <[{end_id}]>{blanks}"
     before = text if thought.stage is Stage.THINKS else f"(<[{begin_id}]> {text})?"
     return Grammar(GrammarKind.LARK, f"answer: {_in_lark(grammar)}\nstart: {before} answer")
 
@@ -170,24 +171,9 @@ def _in_lark(grammar: Grammar) -> str:
     """What a rule of it is."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            return f"%json {_in_a_line(schema_in_lark(json.loads(grammar.text)))}"
+            return f"%json {in_a_line(schema_in_lark(json.loads(grammar.text)))}"
         case GrammarKind.REGEX:
             [read] = json.loads(llguidance.LLMatcher.grammar_from_regex(grammar.text))["grammars"]
             return read["lark_grammar"].removeprefix("start: ")
         case _:
             return f"%lark {{{grammar.text}\n}}"
-
-
-def _in_a_line(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
-def _ranges(ids: Iterable[int]) -> str:
-    """As Lark has them in brackets."""
-    ranges = list[list[int]]()
-    for token_id in sorted(ids):
-        if ranges and ranges[-1][1] == token_id - 1:
-            ranges[-1][1] = token_id
-        else:
-            ranges.append([token_id, token_id])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)

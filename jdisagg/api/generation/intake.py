@@ -121,14 +121,9 @@ async def admit(
     for prompt in request.prompts:
         is_cut = request.conversion.most_prompt_tokens is not None
         check_length(prompt, card.max_model_len, tokenizer.max_token_characters, is_cut=is_cut)
-    if (grammar := request.sampling.grammar) is not None:
-        await _prepare(grammar, grammars)  # first as it came: what is wrong with it is not to be told behind a thought
-        if (thought := request.conversion.thought) is not None:
-            never = [each for each in tokenizer.special_ids.union(card.eos_token_ids) if each < card.vocab_size]
-            async with long_texts.place(_SCHEMA_WEIGHT * len(grammar.text)) as run:
-                grammar = await run(partial(behind_thought, grammar, thought, never))
-            await _prepare(grammar, grammars)
-            request = replace(request, sampling=replace(request.sampling, grammar=grammar))
+    if request.sampling.grammar is not None:
+        grammar = await _prepared(request, request.sampling.grammar, card, tokenizer, long_texts, grammars=grammars)
+        request = replace(request, sampling=replace(request.sampling, grammar=grammar))
     has_work = request.echo or any(isinstance(prompt, str) for prompt in request.prompts)
     async with long_texts.place(sum(map(len, request.prompts)) if has_work else 0) as run:
         prompts = await _tokenize(request, card, tokenizer, run)
@@ -182,6 +177,27 @@ def check_model(name: str, card: ModelCard) -> None:
     """Raise ModelNotFound unless `name` is empty or the served model."""
     if name not in ("", card.name):
         raise ModelNotFound(f"model {name!r} is not served here; the served model is {card.name!r}", field="model")
+
+
+async def _prepared(
+    request: TextRequest,
+    grammar: Grammar,
+    card: ModelCard,
+    tokenizer: Tokenizer,
+    long_texts: LongTexts,
+    *,
+    grammars: GrammarGate | None,
+) -> Grammar:
+    """That of an answer which may begin with a thought. It is looked at as it came first: what is wrong with it is not to be
+    told behind a thought."""
+    await _prepare(grammar, grammars)
+    if (thought := request.conversion.thought) is None:
+        return grammar
+    never = [each for each in tokenizer.special_ids.union(card.eos_token_ids) if each < card.vocab_size]
+    async with long_texts.place(_SCHEMA_WEIGHT * len(grammar.text)) as run:
+        whole = await run(partial(behind_thought, grammar, thought, never))
+    await _prepare(whole, grammars)
+    return whole
 
 
 async def _prepare(grammar: Grammar, grammars: GrammarGate | None) -> None:

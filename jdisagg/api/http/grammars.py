@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 from jdisagg.api.generation.sampling_bounds import MAX_GRAMMAR_BYTES
@@ -25,6 +24,7 @@ from jdisagg.api.http.unserved import OFF, is_one_of
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.json_values import MAX_DEPTH, is_too_deep
 from jdisagg.core.requests import Grammar, GrammarKind
+from jdisagg.text.lark import token_ranges
 from jdisagg.text.schema_comments import uncommented
 
 MAX_CHOICES = 1000
@@ -201,9 +201,7 @@ def _tokens(body: Body, name: str) -> Grammar | None:
         raise InvalidRequest.of(name, f"token ids must be at least 0; got {token_ids[0]}")
     if len(token_ids) == 1:
         return Grammar(GrammarKind.LARK, f"start: <[{token_ids[0]}]>{{{_MOST_ALIKE}}}")
-    runs = [0, *(at for at in range(1, len(token_ids)) if token_ids[at] != token_ids[at - 1] + 1), len(token_ids)]
-    ends = ((token_ids[begin], token_ids[end - 1]) for begin, end in pairwise(runs))
-    text = f"start: <[{','.join(str(low) if low == high else f'{low}-{high}' for low, high in ends)}]> start"
+    text = f"start: <[{token_ranges(token_ids)}]> start"
     if len(text) > MAX_GRAMMAR_BYTES:
         raise InvalidRequest.of(name, f"may hold some 10,000 ids, or ranges without gaps; got {len(token_ids)}")
     return Grammar(GrammarKind.LARK, text)

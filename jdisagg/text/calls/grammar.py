@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jdisagg.text.calls.format import ModelFormat
+from jdisagg.text.lark import in_a_line
 
 # Blanks in a row within a call: those of a head, in all its places, are fewer than readers hold for one.
 _BLANKS = r"[ \n\r\t]{1,32}"
@@ -28,10 +29,6 @@ def answer_or_calls(
     arguments = {"type": "object"}
     properties = {"type": {"const": "function"}, "name": {"enum": [*names]}, call_format.arguments_key: arguments}
     call = {"type": "object", "properties": properties, "required": ["name", call_format.arguments_key]}
-    lines += [f"call: %json {_in_a_line(call | {'additionalProperties': False} | blanks)}", f"BLANKS: /{_BLANKS}/"]
-    lines += [f"object: %json {_in_a_line(arguments | blanks)}"]
+    lines += [f"call: %json {in_a_line(call | {'additionalProperties': False} | blanks)}", f"BLANKS: /{_BLANKS}/"]
+    lines += [f"object: %json {in_a_line(arguments | blanks)}"]
     return "\n".join(lines)
-
-
-def _in_a_line(schema: dict[str, Any]) -> str:
-    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
